@@ -1,0 +1,650 @@
+"""GRPO: sample a group of answers to each prompt, then make those above their group's mean reward more likely.
+
+    J(theta) = mean over answers i of  1/|o_i|  sum over tokens t of
+               min(r_it A_i, clip(r_it, 1 - epsilon, 1 + epsilon) A_i)  -  beta KL(pi_theta || pi_ref)_it
+
+    r_it = pi_theta(o_it | ...) / pi_old(o_it | ...)      A_i = (R_i - mean(R in group)) / std(R in group)
+
+In memory: one model. The policy is its frozen weights plus a LoRA adapter; the reference is the same weights with the
+adapter switched off; the old policy is a tensor of log-probs. There is no critic.
+
+    python grpo.py                          # babylm/babyllama-100m-2024; without a network the embedded tiny_llama
+    python grpo.py --model tiny_llama --beta 0 --loss-type dr_grpo
+
+DeepSeekMath (arXiv 2402.03300), DeepSeek-R1 (2501.12948); variants: DAPO (2503.14476), Dr. GRPO (2503.20783),
+GSPO (2507.18071), dual clip (1912.09729).
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import inspect
+import json
+import math
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, get_peft_model
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
+from transformers.utils import has_file
+
+# ---------------------------------------------------------------- the loss
+
+
+def group_advantages(rewards, num_generations, scale_rewards="group"):
+    """A_i = (R_i - mean(group)) / (std(group) + 1e-4), one number for a whole answer: DeepSeekMath, section 4.1.2.
+
+    rewards: (N,), prompt-major: the num_generations answers to one prompt stand side by side. Returns (N,).
+    scale_rewards: "group" as above; "batch" divides by the std of all N; "none" does not divide (Dr. GRPO).
+    The std is the sample std (n - 1). A group of equal rewards teaches nothing: exactly 0.
+    Shown by B18 ([1, 0, 0, 0] -> 1.4997 and three times -0.4999) and A10 in test_losses.py.
+    """
+    if scale_rewards not in ("group", "batch", "none"):
+        raise ValueError(f"scale_rewards is {scale_rewards!r}; there are 'group', 'batch' and 'none'")
+    if num_generations < 2 or len(rewards) % num_generations:
+        raise ValueError(f"{len(rewards)} rewards do not make whole groups of num_generations={num_generations} >= 2")
+    groups = rewards.view(-1, num_generations)  # (N / G, G)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
+    elif scale_rewards == "batch":
+        advantages = advantages / (rewards.std() + 1e-4)
+    # Eight times 0.9 has a mean of 0.90000004 in float32: compare the rewards, not what is left of them.
+    equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
+    return torch.where(equal, 0.0, advantages).view(-1)
+
+
+def kl_divergence(log_probs, ref_log_probs, kl_estimator="k3"):
+    """One-sample estimates of KL(pi_theta || pi_ref), token by token: Schulman, "Approximating KL divergence" (2020).
+
+    With delta = log_probs - ref_log_probs:  k1 = delta,  k2 = delta^2 / 2,  k3 = exp(-delta) + delta - 1 (GRPO's).
+    log_probs, ref_log_probs: (B, T) of tokens sampled from the policy. Returns (B, T) in nats.
+    k1 and k3 are unbiased; k2 and k3 are never negative. k3's delta is clamped to +-20, so that exp cannot overflow.
+    Shown by A13 (0 at delta = 0, 0.367879 at 1, 0.718282 at -1) and A14 in test_losses.py.
+    """
+    delta = log_probs - ref_log_probs
+    if kl_estimator == "k1":
+        return delta
+    if kl_estimator == "k2":
+        return delta.square() / 2
+    if kl_estimator == "k3":
+        delta = delta.clamp(-20, 20)
+        return torch.exp(-delta) + delta - 1
+    raise ValueError(f"kl_estimator is {kl_estimator!r}; there are 'k1', 'k2' and 'k3'")
+
+
+def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsilon=0.2, epsilon_high=None, delta=None,
+              beta=0.04, loss_type="grpo", importance_sampling_level="token", max_completion_length=None,
+              normalizer=None):  # fmt: skip
+    """-J of the module docstring: DeepSeekMath, eq. 3. Returns (loss, metrics).
+
+    log_probs (pi_theta), old_log_probs (pi_old), ref_log_probs (pi_ref; None is allowed at beta=0): (B, T).
+    advantages: (B,). mask: (B, T), 1 = a token the policy produced. What stands under 0 has no influence.
+    epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high]; epsilon=None clips nothing.
+    delta: upper bound on the ratio where the advantage is negative (dual clip); None = no bound.
+    loss_type: "grpo" averages over each sequence's tokens, then over the sequences; "dapo" over all tokens;
+        "dr_grpo" divides the sum by B * max_completion_length (T if None).
+    importance_sampling_level: "token", or "sequence" for GSPO's one ratio per sequence.
+    normalizer: the divisor of the sum, where this is one piece of a larger batch: its number of non-empty sequences
+        ("grpo"), of tokens ("dapo"), or B * max_completion_length ("dr_grpo").
+    metrics: kl (if there is a reference), approx_kl, clip_ratio/low_mean, /high_mean, /dual_mean: the shares of tokens
+        (of sequences, for GSPO) whose gradient the clip took away.
+    Shown by A8-A13 in test_losses.py: ratio 1 gives -advantage, and A = 2 with every ratio above 1.2 gives -2.4.
+    """
+    mask = mask.bool()
+    lengths = mask.sum(dim=1)  # (B,)
+    advantages = advantages[:, None]  # (B, 1)
+    log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)  # masked before exp: NaN x 0 is NaN
+    approx_kl = -log_ratio.detach()
+    counted = mask  # what the clip shares are shares of
+    if importance_sampling_level == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True) / lengths.clamp(min=1)[:, None]  # (B, 1)
+        counted = mask.any(dim=1, keepdim=True)
+    elif importance_sampling_level != "token":
+        raise ValueError(
+            f"importance_sampling_level is {importance_sampling_level!r}; there are 'token' and 'sequence'"
+        )
+    ratio = log_ratio.clamp(-20, 20).exp()
+
+    low, high = 0.0, math.inf
+    if epsilon is not None:
+        low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    bound = math.inf if delta is None else delta
+    bounded = torch.where(advantages < 0, ratio.clamp(max=bound), ratio)
+    objective = torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)  # (B, T) or (B, 1)
+
+    metrics = {
+        "approx_kl": masked_mean(approx_kl, mask),
+        "clip_ratio/low_mean": masked_mean((ratio < low) & (advantages < 0), counted),
+        "clip_ratio/high_mean": masked_mean((ratio > high) & (advantages > 0), counted),
+        "clip_ratio/dual_mean": masked_mean((ratio > bound) & (advantages < 0), counted),
+    }
+    per_token_loss = -objective
+    if ref_log_probs is not None:
+        kl = kl_divergence(torch.where(mask, log_probs, 0.0), torch.where(mask, ref_log_probs, 0.0))
+        per_token_loss = per_token_loss + beta * kl
+        metrics["kl"] = masked_mean(kl.detach(), mask)
+    per_token_loss = torch.where(mask, per_token_loss, 0.0)  # (B, T)
+
+    if loss_type == "grpo":
+        total, count = (per_token_loss.sum(dim=1) / lengths.clamp(min=1)).sum(), (lengths > 0).sum()
+    elif loss_type == "dapo":
+        total, count = per_token_loss.sum(), lengths.sum()
+    elif loss_type == "dr_grpo":
+        total, count = per_token_loss.sum(), torch.tensor(mask.shape[0] * (max_completion_length or mask.shape[1]))
+    else:
+        raise ValueError(f"loss_type is {loss_type!r}; there are 'grpo', 'dapo' and 'dr_grpo'")
+    return total / (count.clamp(min=1) if normalizer is None else normalizer), metrics
+
+
+def masked_mean(x, mask):
+    """Mean of x over the true places of mask, of the same shape (or broadcast to it); 0 if there are none."""
+    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+# ---------------------------------------------------------------- the task: cheerful stories
+
+OPENINGS = ["Once upon a time there was a {} who", "One day a {} went to the park and", "Every morning the {}"]
+OPENINGS += ["The {} looked out of the window and", "In the forest there lived a {} that", "When the {} came home, it"]
+HEROES = [
+    "little cat",
+    "old bear",
+    "young girl",
+    "small bird",
+    "brave mouse",
+    "tired farmer",
+    "white duck",
+    "quiet boy",
+]
+PROMPTS = [opening.format(hero) for opening in OPENINGS for hero in HEROES]
+HELD_OUT_PROMPTS = ["The quick brown fox jumped over the", "Once upon a time there was an old woman who"]
+HELD_OUT_PROMPTS += ["The young king sat down by the river and", "It was a dark night and the little train"]
+HELD_OUT_PROMPTS += [opening.format(hero) for opening in OPENINGS for hero in ("little dog", "grey rabbit")]
+
+# A family a word: "happy" and "happily" count once.
+CHEERFUL = """happy/happily/happiness/happier/happiest glad/gladly joy/joyful/joyfully cheerful/cheer/cheered/cheerfully
+smile/smiles/smiled/smiling laugh/laughs/laughed/laughing/laughter love/loves/loved/loving/lovely fun/funny
+play/plays/played/playing/playful friend/friends/friendly/friendship kind/kindly/kindness nice/nicely bright/brightly
+sunny/sunshine warm/warmly/warmth beautiful/beautifully wonderful/wonderfully great good/best sing/sings/sang/singing
+dance/dances/danced/dancing hug/hugs/hugged/hugging gift/gifts/present/presents proud/proudly excited/exciting/excitedly
+delight/delighted/delightful safe/safely sweet/sweetly giggle/giggled/giggling grateful/thankful magic/magical"""
+GLOOMY = """sad/sadly/sadness/sadder cry/cries/cried/crying tear/tears scared/scary afraid/fear/fearful/frightened
+lost/lose/loses/losing dark/darkness cold alone/lonely/loneliness angry/angrily/anger hurt/hurts/hurting/pain/painful
+bad/badly/worse/worst sick/ill dead/die/dies/died/death hate/hates/hated sorry worry/worries/worried tired hungry
+broken/break/breaks/broke terrible/horrible/awful mean/cruel danger/dangerous poor gloomy/grumpy ugly wrong"""
+CHEERFUL, GLOOMY = (
+    {word: family for family in words.split() for word in family.split("/")} for words in (CHEERFUL, GLOOMY)
+)
+
+
+def happiness(text):
+    """(cheerful families in the text - gloomy ones) / 3, kept within [-1, 1]: the rule that judges a completion.
+
+    Families are counted once, so "happy happy happy" is worth no more than "happy"; three are enough, so a list of
+    cheerful words is worth no more than a sentence with three of them.
+    """
+    words = re.findall(r"[a-z]+", text.lower())
+    cheerful = {CHEERFUL[word] for word in words if word in CHEERFUL}
+    gloomy = {GLOOMY[word] for word in words if word in GLOOMY}
+    return max(-1.0, min(1.0, (len(cheerful) - len(gloomy)) / 3))
+
+
+def reward(prompts, completions):
+    """The reward of each completion, a list of numbers: put a rule of your own here."""
+    return [happiness(completion) for completion in completions]
+
+
+# ---------------------------------------------------------------- model and sampling
+
+# transformers 5 renamed the keyword past_key_values.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def load(args):
+    """The (model, tokenizer) that args.model names: a folder, or a name in the cache or on the hub.
+
+    No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    def read(name, **where):
+        path = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **where)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, use_safetensors=True, **where), tokenizer
+
+    name = args.model or "babylm/babyllama-100m-2024"
+    try:
+        try:
+            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: the hub is not asked
+        except OSError:
+            if Path(name).exists() or name == "tiny_llama":
+                raise
+            if hub_has(name):
+                model, tokenizer = read(name)
+            elif args.model:
+                raise OSError("it is no folder, not in the cache, and the hub has none or cannot be reached") from None
+            else:
+                print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
+                model, tokenizer = read(name := "tiny_llama", local_files_only=True)
+    except Exception as error:  # whatever the libraries raise over a wrong name or a broken file
+        stop(f"the model {name!r} cannot be loaded: {(str(error) or repr(error)).strip().splitlines()[0]}")
+    if tokenizer.eos_token_id is None:
+        stop(f"the tokenizer of {name!r} has no end-of-text token, so no completion could end")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    layers = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "weight", None) is not None}
+    for target in set(args.lora_targets) - layers:
+        stop(f"--lora-targets {target}: no layer of the model has this name, but {', '.join(sorted(layers))}")
+    args.model = name
+    return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
+
+
+def hub_has(name):
+    """Whether the hub has the model; False if it does not answer in 8 s. (from_pretrained would retry for a minute.)"""
+    answers = []
+
+    def ask():
+        with contextlib.suppress(Exception):
+            answers.append(has_file(name, "config.json"))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout=8)
+    return answers == [True]
+
+
+def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.0):
+    """Log-probs of the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens, float32.
+
+    The logits at position t predict token t + 1, so they are read one position earlier. They are divided by the
+    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0.
+    Shown by A6 and A7 in test_losses.py.
+    """
+    used = attention_mask.any(dim=0)  # (L,)
+    behind = int((~used[-num_tokens:]).sum())  # columns behind the longest completion
+    input_ids, attention_mask, num_tokens = input_ids[:, used], attention_mask[:, used], num_tokens - behind
+    logits = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        use_cache=False,
+        logits_to_keep=num_tokens + 1,  # no logits for the prompt
+    ).logits[:, :-1]  # (B, T, V)
+    logits = logits if temperature == 1 else logits / temperature
+    targets = input_ids[:, -num_tokens:]  # (B, T)
+    log_probs = -F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
+    return F.pad(log_probs, (0, behind))
+
+
+def completion_mask(completion_ids, eos_token_id):
+    """1 up to each row's first EOS, that one included, 0 behind it: (B, T) -> (B, T). Right also where pad == EOS."""
+    is_eos = (completion_ids == eos_token_id).long()
+    return (is_eos.cumsum(dim=1) - is_eos == 0).long()
+
+
+@torch.no_grad()
+def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature=1.0, eos_token_id, pad_token_id):
+    """Sample a completion to each left-padded prompt: (B, P), (B, P) -> (B, T), padded behind the EOS.
+
+    Plain sampling from the softmax: with top-k or top-p the tokens would come from another distribution than the one
+    whose log-probs are trained.
+    """
+    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+    ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
+    completion, done = [], torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # done: (B, 1)
+    while len(completion) < max_completion_length and not done.all():
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **keywords).logits[:, -1]  # (B, V)
+        # Where a uniform number falls in the cumulative sum: torch.multinomial's draw in a fraction of its time.
+        cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
+        u = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
+        ids = torch.searchsorted(cumulative, u, right=True).clamp(max=logits.shape[1] - 1)  # the action: (B, 1)
+        ids = ids.masked_fill(done, pad_token_id)
+        done = done | (ids == eos_token_id)
+        completion.append(ids)
+        mask, position = torch.cat([mask, torch.ones_like(ids)], dim=1), position[:, -1:] + 1
+    return torch.cat(completion, dim=1)
+
+
+def complete(model, tokenizer, prompts, args):
+    """Sample one completion a prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
+    prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
+    options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
+    options["pad_token_id"] = tokenizer.pad_token_id
+    ids = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
+    mask = completion_mask(ids, tokenizer.eos_token_id)
+    texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, mask.sum(dim=1), strict=True)]
+    return torch.cat([prompt.input_ids, ids], 1), torch.cat([prompt.attention_mask, mask], 1), mask, texts
+
+
+@torch.no_grad()
+def evaluate(model, tokenizer, args):
+    """16 answers to each of the 16 held-out prompts: {"happiness", "kl" to the reference, a number a token}, texts."""
+    texts, kl = [], []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same draws before and after, whatever --seed
+        for _ in range(8):
+            ids, attention_mask, mask, answers = complete(model, tokenizer, HELD_OUT_PROMPTS * 2, args)
+            texts += answers
+            log_ratio = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
+            with model.disable_adapter():
+                log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
+            kl.append(log_ratio[mask.bool()])
+    return {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}, list(
+        zip(HELD_OUT_PROMPTS, texts, strict=False)
+    )
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(model, tokenizer, prompts, args):
+    """GRPO (DeepSeekMath, algorithm 1). Yields the metrics of a step when the step is done."""
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], args.learning_rate, weight_decay=0
+    )
+    loss_options = {name: getattr(args, name) for name in inspect.getfullargspec(grpo_loss).kwonlyargs[:-1]}
+    queue = []
+    for step in range(1, args.steps + 1):
+        # 1. Sample: num_generations answers to each prompt, side by side.
+        while len(queue) < args.prompts_per_step:
+            queue += [prompts[i] for i in torch.randperm(len(prompts))]
+        batch = [prompt for prompt in queue[: args.prompts_per_step] for _ in range(args.num_generations)]
+        queue = queue[args.prompts_per_step :]
+        ids, attention_mask, mask, texts = complete(model, tokenizer, batch, args)  # (N, L), (N, L), (N, T)
+        T = mask.shape[1]
+
+        # 2. Score.
+        rewards = torch.tensor(checked(reward(batch, texts), texts, step), device=args.device)  # (N,)
+
+        # 3. Advantages: how much better is an answer than the others to its prompt?
+        advantages = group_advantages(rewards, args.num_generations, args.scale_rewards)  # (N,)
+
+        # 4. The reference's log-probs: the same model without its adapter. At beta = 0 nobody needs them.
+        pieces = mask.sum(dim=1).argsort().split(args.micro_batch_size)  # rows of like length: little padding
+        old_log_probs = ref_log_probs = None
+        if args.beta > 0:
+            ref_log_probs = torch.zeros(mask.shape, device=args.device)
+            with torch.no_grad(), model.disable_adapter():
+                for rows in pieces:
+                    ref_log_probs[rows] = token_log_probs(model, ids[rows], attention_mask[rows], T, args.temperature)
+
+        # 5. Update: num_iterations optimizer steps on the same answers.
+        normalizer = {"grpo": len(ids), "dapo": mask.sum(), "dr_grpo": len(ids) * args.max_completion_length}
+        for _ in range(args.num_iterations):
+            log_probs = torch.zeros(mask.shape, device=args.device)
+            for rows in pieces:
+                new = token_log_probs(model, ids[rows], attention_mask[rows], T, args.temperature)  # (B, T)
+                log_probs[rows] = new.detach()
+                old = new.detach() if old_log_probs is None else old_log_probs[rows]  # first iteration: the ratio is 1
+                ref = None if ref_log_probs is None else ref_log_probs[rows]
+                part = {"normalizer": normalizer[args.loss_type], **loss_options}
+                grpo_loss(new, old, ref, advantages[rows], mask[rows], **part)[0].backward()
+            old_log_probs = log_probs if old_log_probs is None else old_log_probs
+            # Loss and metrics of the whole batch: no mean of the micro-batches' means.
+            loss, metrics = grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, **loss_options)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not (loss.isfinite() and grad_norm.isfinite()):
+                raise ArithmeticError(f"step {step}: the loss is {loss.item()}, its gradient's norm {grad_norm.item()}")
+            optimizer.step()
+            optimizer.zero_grad()
+
+        # 6. Report.
+        std = rewards.view(-1, args.num_generations).std(dim=1)
+        metrics |= {"loss": loss, "grad_norm": grad_norm, "reward": rewards.mean(), "reward_std": std.mean()}
+        metrics["frac_reward_zero_std"] = (std == 0).float().mean()
+        metrics["completions/mean_length"] = mask.sum(dim=1).float().mean()
+        metrics["completions/clipped_ratio"] = 1 - (ids[:, -T:] == tokenizer.eos_token_id).any(dim=1).float().mean()
+        yield {"step": step, "samples": step * len(ids), **metrics}
+
+
+def checked(rewards, completions, step):
+    """The rewards as floats. ArithmeticError unless they are one finite number a completion."""
+    rewards = rewards.tolist() if isinstance(rewards, torch.Tensor) else rewards
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(completions):
+        got = f"{len(rewards)} values" if isinstance(rewards, list | tuple) else repr(rewards)
+        raise ArithmeticError(f"step {step}: the reward returned {got} for {len(completions)} completions")
+    for i, value in enumerate(rewards):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ArithmeticError(f"step {step}: the reward of completion {i} is {value!r}: {completions[i]!r}")
+    return [float(value) for value in rewards]
+
+
+# ---------------------------------------------------------------- command line and files
+
+
+def parse_args(argv):
+    parser = common_options(steps=60, learning_rate=1e-3)
+    add = parser.add_argument
+    add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one a line")
+    add("--prompts-per-step", type=int, default=8, help="prompts in a batch")
+    add("--num-generations", type=int, default=8, help="answers to each prompt: the group")
+    add("--num-iterations", type=int, default=1, help="optimizer steps on each batch of answers")
+    add("--beta", type=float, default=0.04, help="weight of the KL; 0 does without the reference")
+    add("--epsilon", type=number_or_none, default=0.2, help="clip range of the ratio; none = no clipping")
+    add("--epsilon-high", type=number_or_none, help="clip range above, if it is another (DAPO: 0.28)")
+    add("--delta", type=number_or_none, help="bound on the ratio where the advantage is negative, above 1 + epsilon")
+    add("--loss-type", choices=["grpo", "dapo", "dr_grpo"], default="grpo", help="how the tokens' losses are averaged")
+    add("--scale-rewards", choices=["group", "batch", "none"], default="group", help="std that divides the advantages")
+    add("--importance-sampling-level", choices=["token", "sequence"], default="token", help="sequence = GSPO")
+    args = prepare(parser.parse_args(argv))
+    if args.num_generations < 2:
+        stop("--num-generations must be at least 2: an answer is judged by the others to its prompt")
+    return args
+
+
+def main(argv=None):
+    """Train from the command line or from Python (main(["--steps", "5"])). Returns the summary."""
+    args = parse_args(argv)
+    prompts = read_lines(args.prompts) if args.prompts else PROMPTS
+    model, tokenizer = load(args)
+    check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
+    config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config).eval()  # LoRA's B is 0 at the start: policy and reference are one
+    return run(
+        args,
+        model,
+        records=train(model, tokenizer, prompts, args),
+        judge=lambda: evaluate(model, tokenizer, args),
+        write=lambda folder: model.save_pretrained(folder, save_embedding_layers=False),
+        shown={"reward": "reward", "kl": "kl", "clip": "clip_ratio/high_mean"},
+    )
+
+
+def stop(sentence):
+    """Refuse a mistake by the user: one sentence on stderr, exit status 2."""
+    print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def number_or_none(text):
+    """An argparse type: a number, or None for "none"."""
+    return None if text.lower() == "none" else float(text)
+
+
+def common_options(**defaults):
+    """A parser with the options of all four scripts."""
+    kind = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **kind)
+    parser.error, add = stop, parser.add_argument
+    add("--model", help="name on the hub or folder of a causal language model; tiny_llama is the embedded one")
+    add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="names of the layers that get an adapter")
+    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results")
+    add("--steps", type=int, help="training steps")
+    add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
+    add("--device", default="auto", help="auto, cpu, cuda, ...")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the frozen weights")
+    add("--learning-rate", type=float, help="of AdamW, constant")
+    add("--max-completion-length", type=int, default=32, help="tokens a completion may have")
+    add("--micro-batch-size", type=int, default=16, help="sequences in a forward and backward pass")
+    add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def prepare(args):
+    """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
+    for name, value in vars(args).items():
+        from_zero = name in ("seed", "beta")
+        if isinstance(value, int | float) and not (0 < value < math.inf or from_zero and value == 0):
+            stop(f"--{name.replace('_', '-')} must be {'at least' if from_zero else 'above'} 0, not {value}")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        args.device = torch.empty(0, device=args.device).device
+    except (RuntimeError, AssertionError) as error:
+        stop(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}")
+    if args.dtype == "auto":
+        bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
+        args.dtype = "bfloat16" if bf16 else "float32"
+    args.dtype = getattr(torch, args.dtype)
+    if args.out.exists() and not (args.out / "summary.json").exists():
+        stop(f"--out {args.out} is there and is no earlier result: name another folder")
+    try:
+        args.out.with_name(args.out.name + ".new").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"--out {args.out} cannot be written: {error.strerror}")
+    torch.manual_seed(args.seed)
+    return args
+
+
+def read_lines(path):
+    """The lines of a UTF-8 file that are not blank."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        stop(f"{path} cannot be read: {error}")
+    return [line for line in lines if line] or stop(f"{path} has no line that is not blank")
+
+
+def check_context(model, tokenizer, prompts, args):
+    """Refuse prompts that leave no room for a completion in the model's context."""
+    longest = max(prompts, key=lambda prompt: len(tokenizer(prompt, add_special_tokens=False).input_ids))
+    length, context = len(tokenizer(longest, add_special_tokens=False).input_ids), model.config.max_position_embeddings
+    if length + args.max_completion_length > context:
+        stop(
+            f"{length} tokens of prompt and {args.max_completion_length} of completion exceed the context of {context}"
+        )
+
+
+def estimate(values):
+    """{"mean", "standard_error", "n"} of some numbers."""
+    values = torch.tensor(list(values), dtype=torch.float64)
+    error = values.std().item() / math.sqrt(len(values))
+    return {"mean": values.mean().item(), "standard_error": error, "n": len(values)}
+
+
+def run(args, model, *, records, judge, write, shown):
+    """Judge, train behind a progress bar, judge again, report and save. Returns the summary.
+
+    Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
+    """
+    start, history, stopped, before, after = time.perf_counter(), [], None, {}, {}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count, trained_count = (sum(p.numel() for p in ps) for ps in (model.parameters(), trained))
+    print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
+    try:
+        before, texts_before = judge()
+        print_estimates("before", before)
+        with tqdm(total=args.steps, unit="step") as bar:
+            for record in records:
+                history.append({name: round(float(value), 6) for name, value in record.items()})
+                good = [p.detach().clone() for p in trained]
+                bar.set_postfix({label: f"{history[-1].get(name, 0):.3f}" for label, name in shown.items()})
+                bar.update()
+        after, texts_after = judge()
+        print_estimates("after", after)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
+        stopped = "interrupted"
+    except ArithmeticError as error:
+        stopped = str(error)
+    status = 130 if stopped == "interrupted" else 2
+    if not history:
+        print(f"{Path(__file__).name}: {stopped}; no step was whole, so nothing is saved", file=sys.stderr)
+        raise SystemExit(status)
+    for p, value in zip(trained, good, strict=True):
+        p.data.copy_(value)
+    for label, name in shown.items():
+        values = [record[name] for record in history if name in record]
+        print(
+            f"{label:>8} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}" if values else "",
+            end="\n" * bool(values),
+        )
+    if after:
+        print(f"{texts_before[0][0]} ...\n  before: {texts_before[0][1]}\n   after: {texts_after[0][1]}")
+    summary = {"model": args.model, "options": vars(args), "seconds": round(time.perf_counter() - start, 1)}
+    summary |= {
+        "peak_memory_mb": peak_memory_mb(args.device),
+        "samples": history[-1].get("samples"),
+        "stopped": stopped,
+    }
+    summary |= {f"{name}_before": value for name, value in before.items()}
+    summary |= {f"{name}_after": value for name, value in after.items()}
+    summary = json.loads(json.dumps(summary, default=str))
+    save(args.out, history, summary, write, shown)
+    print(f"saved in {args.out}" + (f" after step {len(history)}: {stopped}" if stopped else ""))
+    if stopped:
+        raise SystemExit(status)
+    return summary
+
+
+def save(out, history, summary, write, shown):
+    """Write everything beside the folder `out`, then rename: it holds the old result or the new one, never half of one."""
+    new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    write(new)
+    (new / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history), encoding="utf-8")
+    (new / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if importlib.util.find_spec("matplotlib"):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 2 * len(shown)), layout="constrained")
+        for axes, (label, name) in zip(figure.subplots(len(shown), squeeze=False).flat, shown.items(), strict=True):
+            axes.plot([record["step"] for record in history], [record.get(name) for record in history])
+            axes.set_ylabel(label)
+        figure.savefig(new / "curves.png")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def print_estimates(when, estimates):
+    """A line for each."""
+    for name, value in estimates.items():
+        print(f"held-out {name} {when}: {value['mean']:.3f} ± {value['standard_error']:.3f}")
+
+
+def sparkline(values, width=60):
+    """The values as a row of bars, each the mean of its share of them."""
+    width = min(width, len(values))
+    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    means = [sum(part) / len(part) for part in parts]
+    low, span = min(means), max(means) - min(means) or 1
+    return "".join("▁▂▃▄▅▆▇█"[int((mean - low) / span * 7.99)] for mean in means)
+
+
+def peak_memory_mb(device):
+    """The most memory that tensors on the GPU, or this process, held so far, in MB; None where nobody counts it."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20)
+    if not importlib.util.find_spec("resource"):  # Windows
+        return None
+    import resource
+
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10))
+
+
+if __name__ == "__main__":
+    main()
