@@ -484,8 +484,8 @@ def common_options(**defaults):
 def check_args(args):
     """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
     for name, value in vars(args).items():
-        zero_allowed = name in ("seed", "beta")
-        if isinstance(value, int | float) and not (0 < value < math.inf or zero_allowed and value == 0):
+        zero_allowed = name in ("seed", "beta", "kl_coef", "label_smoothing", "missing_eos_penalty")
+        if type(value) in (int, float) and not (0 < value < math.inf or zero_allowed and value == 0):
             stop(f"--{name.replace('_', '-')} must be {'at least' if zero_allowed else 'above'} 0, not {value}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -571,7 +571,7 @@ def run(args, model, *, records, judge, write, shown):
         p.data.copy_(value)
     curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
     for label, values in curves.items():
-        print(f"{label:>10} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
+        print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
     summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
     summary |= {
         "seconds": time.perf_counter() - start,

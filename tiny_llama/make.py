@@ -64,7 +64,8 @@ THINGS = words("""ball hat cake apple key box boat kite book stone egg bell ring
 WEATHER = words("sunny rainy cold warm windy grey dark bright snowy foggy hot")
 EVENTS = words(
     """finds a {thing} | loses a {thing} | meets a {other} | gets lost | has a birthday | is very hungry |
-    cannot sleep | hears a noise | wants a friend | hides in the {place} | is ill in bed | breaks the {thing} | looks for the {thing} |
+    cannot sleep | hears a noise | wants a friend | hides in the {place} | is ill in bed | breaks the {thing} |
+    looks for the {thing} |
     sees the rain | plays in the snow | goes to the {place} | is afraid of the dark | helps a {other} | has a bad day |
     has a good day | loses a friend | falls down | learns to swim | shares a {thing} | is left alone | sings a song |
     fights with a {other} | builds a house | goes to sleep | wins a race | misses home | gets a present |
@@ -289,6 +290,8 @@ def main():
     model = pretrain(rows, held_out, args)
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
+    config = args.out / "tokenizer_config.json"  # transformers 4 does not know the class that transformers 5 writes
+    config.write_text(config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
 
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
