@@ -413,13 +413,13 @@ def checked(rewards, completions, step):
 
 
 def parse_args(argv):
-    parser = common_options(steps=60, learning_rate=1e-3)
+    parser = common_options(steps=30, learning_rate=5e-3)
     add = parser.add_argument
     add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one a line")
     add("--prompts-per-step", type=int, default=8, help="prompts in a batch")
     add("--num-generations", type=int, default=8, help="answers to each prompt: the group")
     add("--num-iterations", type=int, default=1, help="optimizer steps on each batch of answers")
-    add("--beta", type=float, default=0.04, help="weight of the KL; 0 does without the reference")
+    add("--beta", type=float, default=0.1, help="weight of the KL; 0 does without the reference")
     add("--epsilon", type=number_or_none, default=0.2, help="clip range of the ratio; none = no clipping")
     add("--epsilon-high", type=number_or_none, help="clip range above, if it is another (DAPO: 0.28)")
     add("--delta", type=number_or_none, help="bound on the ratio where the advantage is negative, above 1 + epsilon")
