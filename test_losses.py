@@ -405,7 +405,7 @@ def by_heart(sequence, vocabulary=10):
     """A model that is certain of the next token of one sequence: logits at t single out token t + 1."""
 
     def model(input_ids, logits_to_keep=0, **_):
-        following = torch.tensor(sequence[1:] + [0]).expand(len(input_ids), -1)
+        following = torch.tensor(sequence[1:] + [0])[: input_ids.shape[1]].expand(len(input_ids), -1)
         logits = torch.nn.functional.one_hot(following, vocabulary).float() * 1000
         return SimpleNamespace(logits=logits[:, -logits_to_keep:])
 
