@@ -49,10 +49,10 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
     Shown by B18 ([1, 0, 0, 0] -> 1.4997 and three times -0.4999) and A10 in test_losses.py.
     """
     if scale_rewards not in ("group", "batch", "none"):
-        raise ValueError(f"scale_rewards is {scale_rewards!r}; there are 'group', 'batch' and 'none'")
+        raise ValueError(f"there is no scale_rewards {scale_rewards!r}: 'group', 'batch' or 'none'")
     if num_generations < 2 or len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards do not make whole groups of num_generations={num_generations} >= 2")
-    groups = rewards.view(-1, num_generations)  # (N / G, G)
+    groups = rewards.reshape(-1, num_generations)  # (N / G, G)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
@@ -60,7 +60,7 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
         advantages = advantages / (rewards.std() + 1e-4)
     # Eight times 0.9 has a mean of 0.90000004 in float32: compare the rewards, not what is left of them.
     equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(equal, 0.0, advantages).view(-1)
+    return torch.where(equal, 0.0, advantages).flatten()
 
 
 def kl_divergence(log_probs, ref_log_probs, kl_estimator="k3"):
@@ -79,7 +79,7 @@ def kl_divergence(log_probs, ref_log_probs, kl_estimator="k3"):
     if kl_estimator == "k3":
         delta = delta.clamp(-20, 20)
         return torch.exp(-delta) + delta - 1
-    raise ValueError(f"kl_estimator is {kl_estimator!r}; there are 'k1', 'k2' and 'k3'")
+    raise ValueError(f"there is no kl_estimator {kl_estimator!r}: 'k1', 'k2' or 'k3'")
 
 
 def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsilon=0.2, epsilon_high=None, delta=None,
@@ -110,9 +110,7 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
         log_ratio = log_ratio.sum(dim=1, keepdim=True) / lengths.clamp(min=1)[:, None]  # (B, 1)
         counted = mask.any(dim=1, keepdim=True)
     elif importance_sampling_level != "token":
-        raise ValueError(
-            f"importance_sampling_level is {importance_sampling_level!r}; there are 'token' and 'sequence'"
-        )
+        raise ValueError(f"there is no importance_sampling_level {importance_sampling_level!r}: 'token' or 'sequence'")
     ratio = log_ratio.clamp(-20, 20).exp()
 
     low, high = 0.0, math.inf
@@ -142,7 +140,7 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
     elif loss_type == "dr_grpo":
         total, count = per_token_loss.sum(), torch.tensor(mask.shape[0] * (max_completion_length or mask.shape[1]))
     else:
-        raise ValueError(f"loss_type is {loss_type!r}; there are 'grpo', 'dapo' and 'dr_grpo'")
+        raise ValueError(f"there is no loss_type {loss_type!r}: 'grpo', 'dapo' or 'dr_grpo'")
     return total / (count.clamp(min=1) if normalizer is None else normalizer), metrics
 
 
@@ -155,16 +153,7 @@ def masked_mean(x, mask):
 
 OPENINGS = ["Once upon a time there was a {} who", "One day a {} went to the park and", "Every morning the {}"]
 OPENINGS += ["The {} looked out of the window and", "In the forest there lived a {} that", "When the {} came home, it"]
-HEROES = [
-    "little cat",
-    "old bear",
-    "young girl",
-    "small bird",
-    "brave mouse",
-    "tired farmer",
-    "white duck",
-    "quiet boy",
-]
+HEROES = "little cat, old bear, young girl, small bird, brave mouse, tired farmer, white duck, quiet boy".split(", ")
 PROMPTS = [opening.format(hero) for opening in OPENINGS for hero in HEROES]
 HELD_OUT_PROMPTS = ["The quick brown fox jumped over the", "Once upon a time there was an old woman who"]
 HELD_OUT_PROMPTS += ["The young king sat down by the river and", "It was a dark night and the little train"]
@@ -327,7 +316,10 @@ def complete(model, tokenizer, prompts, args):
 
 @torch.no_grad()
 def evaluate(model, tokenizer, args):
-    """16 answers to each of the 16 held-out prompts: {"happiness", "kl" to the reference, a number a token}, texts."""
+    """16 answers to each of the 16 held-out prompts: their happiness and, in nats a token, their KL to the reference.
+
+    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]).
+    """
     texts, kl = [], []
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same draws before and after, whatever --seed
@@ -338,9 +330,8 @@ def evaluate(model, tokenizer, args):
             with model.disable_adapter():
                 log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             kl.append(log_ratio[mask.bool()])
-    return {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}, list(
-        zip(HELD_OUT_PROMPTS, texts, strict=False)
-    )
+    estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
+    return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
 
 
 # ---------------------------------------------------------------- training
@@ -348,10 +339,10 @@ def evaluate(model, tokenizer, args):
 
 def train(model, tokenizer, prompts, args):
     """GRPO (DeepSeekMath, algorithm 1). Yields the metrics of a step when the step is done."""
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], args.learning_rate, weight_decay=0
-    )
-    loss_options = {name: getattr(args, name) for name in inspect.getfullargspec(grpo_loss).kwonlyargs[:-1]}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0)
+    names = "epsilon epsilon_high delta beta loss_type importance_sampling_level max_completion_length"
+    loss_options = {name: getattr(args, name) for name in names.split()}
     queue = []
     for step in range(1, args.steps + 1):
         # 1. Sample: num_generations answers to each prompt, side by side.
@@ -391,7 +382,7 @@ def train(model, tokenizer, prompts, args):
             old_log_probs = log_probs if old_log_probs is None else old_log_probs
             # Loss and metrics of the whole batch: no mean of the micro-batches' means.
             loss, metrics = grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, **loss_options)
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not (loss.isfinite() and grad_norm.isfinite()):
                 raise ArithmeticError(f"step {step}: the loss is {loss.item()}, its gradient's norm {grad_norm.item()}")
             optimizer.step()

