@@ -44,7 +44,7 @@ def sequence_log_probs(log_probs, mask, average=False):
 
     mask: 1 = a token of the answer, its EOS included. What stands under 0 has no influence. average=True divides by the
     number of tokens, as IPO's loss wants it. An empty row gives 0.
-    Shown by "a sequence's log-prob is the sum over its mask" in test_losses.py.
+    Shown by B14 in test_losses.py: -1 - 2 - 4 = -7, on average -2.333333.
     """
     mask = mask.bool()
     total = torch.where(mask, log_probs, 0.0).sum(dim=1)
@@ -57,7 +57,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
     """DPO and its family. Returns (losses, chosen_rewards, rejected_rewards), each (B,), the rewards detached.
 
     chosen, rejected, ref_chosen, ref_rejected: (B,) log-probs of the answers under policy and reference: sums over
-    their tokens, for ipo means (see sequence_log_probs). reference_free: the reference's count as 0.
+    their tokens, for ipo means (see sequence_log_probs). reference_free: the reference's log-probs count as 0.
     The rewards are beta * (policy - reference): what an answer is worth by the policy's own account.
 
     With  c = chosen - ref_chosen,  r = rejected - ref_rejected,  h = f(c) - f(r),  L(x) = -log sigmoid(x),
@@ -94,7 +94,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         "alpha_divergence": lambda u: -torch.exp((-alpha * u).clamp(-40, 40)) / alpha,
     }
     if f_divergence_type not in divergences:
-        raise ValueError(f"f_divergence_type is {f_divergence_type!r}; there are {', '.join(divergences)}")
+        raise ValueError(f"there is no f_divergence_type {f_divergence_type!r}: {', '.join(divergences)}")
     f = divergences[f_divergence_type]
     h, x, half = f(c) - f(r), beta * (c - r), 1 / (2 * beta)
     p, q, e = torch.sigmoid(beta * h), torch.sigmoid(-beta * h), s or 1e-3
@@ -126,7 +126,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
     }
     smoothed, divergent = ("sigmoid", "robust", "exo_pair", "aot_pair", "aot"), list(losses)[:5]
     if loss_type not in losses:
-        raise ValueError(f"loss_type is {loss_type!r}; there are {', '.join(losses)}")
+        raise ValueError(f"there is no loss_type {loss_type!r}: {', '.join(losses)}")
     if not 0 <= s < 0.5:
         raise ValueError(f"label_smoothing is {s}; it must be at least 0 and below 0.5")
     if s and loss_type not in smoothed:
@@ -140,16 +140,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
 
 OPENINGS = ["Once upon a time there was a {} who", "One day a {} went to the park and", "Every morning the {}"]
 OPENINGS += ["The {} looked out of the window and", "In the forest there lived a {} that", "When the {} came home, it"]
-HEROES = [
-    "little cat",
-    "old bear",
-    "young girl",
-    "small bird",
-    "brave mouse",
-    "tired farmer",
-    "white duck",
-    "quiet boy",
-]
+HEROES = "little cat, old bear, young girl, small bird, brave mouse, tired farmer, white duck, quiet boy".split(", ")
 PROMPTS = [opening.format(hero) for opening in OPENINGS for hero in HEROES]
 HELD_OUT_PROMPTS = ["The quick brown fox jumped over the", "Once upon a time there was an old woman who"]
 HELD_OUT_PROMPTS += ["The young king sat down by the river and", "It was a dark night and the little train"]
@@ -307,7 +298,10 @@ def complete(model, tokenizer, prompts, args):
 
 @torch.no_grad()
 def evaluate(model, tokenizer, args):
-    """16 answers to each of the 16 held-out prompts: {"happiness", "kl" to the reference, a number a token}, texts."""
+    """16 answers to each of the 16 held-out prompts: their happiness and, in nats a token, their KL to the reference.
+
+    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]).
+    """
     texts, kl = [], []
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same draws before and after, whatever --seed
@@ -318,9 +312,8 @@ def evaluate(model, tokenizer, args):
             with model.disable_adapter():
                 log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             kl.append(log_ratio[mask.bool()])
-    return {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}, list(
-        zip(HELD_OUT_PROMPTS, texts, strict=False)
-    )
+    estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
+    return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
 
 
 # ---------------------------------------------------------------- preference pairs
@@ -440,9 +433,8 @@ def all_log_probs(model, pairs, args):
 
 def train(model, pairs, args):
     """DPO (2305.18290, section 4) on encoded pairs. Yields the metrics of a step when the step is done."""
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], args.learning_rate, weight_decay=0
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0)
     # 1. The reference's log-probs, once for all steps: the same model without its adapter.
     start = time.perf_counter()
     with model.disable_adapter():
@@ -469,7 +461,7 @@ def train(model, pairs, args):
 
         # 4. Update and report.
         metrics = {name: values.mean() for name, values in pair_metrics(log_probs.detach(), ref, args).items()}
-        loss, grad_norm = metrics["loss"], torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss, grad_norm = metrics["loss"], torch.nn.utils.clip_grad_norm_(trained, 1.0)
         if not (loss.isfinite() and grad_norm.isfinite()):
             raise ArithmeticError(f"step {step}: the loss is {loss.item()}, its gradient's norm {grad_norm.item()}")
         optimizer.step()

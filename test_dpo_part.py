@@ -28,7 +28,7 @@ def dpo_grads(chosen, rejected, ref_chosen, ref_rejected, **options):
     return losses.detach(), chosen.grad, rejected.grad
 
 
-def options(**changes):
+def dpo_options(**changes):
     values = dict(device=torch.device("cpu"), temperature=1.0, micro_batch_size=64, prompts_per_step=5, steps=1)
     values |= dict(learning_rate=0.1, beta=0.1, loss_type="sigmoid", label_smoothing=None, reference_free=None)
     return types.SimpleNamespace(**(values | dict(f_divergence_type="reverse_kl") | changes))
@@ -66,7 +66,7 @@ PAIRS = [
 # ---------------------------------------------------------------- sequence_log_probs
 
 
-def test_a_sequences_log_prob_is_the_sum_over_its_mask_and_ipos_is_the_mean():
+def test_B14_a_sequences_log_prob_is_the_sum_over_its_mask_and_ipos_is_the_mean():
     log_probs = torch.tensor([[-1.0, -2.0, -4.0], [-3.0, -9.0, -9.0], [-7.0, -7.0, -7.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     # -1 - 2 - 4 = -7, / 3 = -2.333333; one token: -3 either way; no token: 0
@@ -89,7 +89,7 @@ def test_what_stands_under_mask_0_has_no_influence_on_value_or_gradient(garbage,
 # ---------------------------------------------------------------- dpo_loss
 
 
-def test_b14_at_the_start_the_loss_is_ln_2_the_margin_0_and_the_gradient_is_not_0():
+def test_B14_at_the_start_the_loss_is_ln_2_the_margin_0_and_the_gradient_is_not_0():
     start = torch.tensor([-20.0, -31.0]), torch.tensor([-25.0, -30.0])
     losses, chosen_rewards, rejected_rewards = dpo_loss(*start, *start)
     assert torch.allclose(losses, torch.tensor(math.log(2))), "policy = reference: -log sigmoid(0) = ln 2"
@@ -100,7 +100,7 @@ def test_b14_at_the_start_the_loss_is_ln_2_the_margin_0_and_the_gradient_is_not_
     assert to_rejected.item() == pytest.approx(0.05), "the step must make the rejected answer less likely"
 
 
-def test_b15_label_smoothing_mixes_in_the_loss_with_the_sign_turned():
+def test_B15_label_smoothing_mixes_in_the_loss_with_the_sign_turned():
     # log-ratios +1 and -1, beta 0.1: x = 0.2; -log sigmoid(0.2) = 0.598139, -log sigmoid(-0.2) = 0.798139
     # s = 0.1: 0.9 x 0.598139 + 0.1 x 0.798139 = 0.618139
     at = [-4.0], [-8.0], [-5.0], [-7.0]
@@ -108,7 +108,7 @@ def test_b15_label_smoothing_mixes_in_the_loss_with_the_sign_turned():
     assert dpo_grads(*at, label_smoothing=0.1)[0].item() == pytest.approx(0.618139, abs=1e-6)
 
 
-def test_b16_the_loss_falls_although_the_chosen_answer_has_become_half_as_likely():
+def test_B16_the_loss_falls_although_the_chosen_answer_has_become_half_as_likely():
     # reference 0.6 / 0.3, policy 0.3 / 0.1: chosen over rejected rises from 2 to 3; -log sigmoid(ln 3 - ln 2) = ln(5/3)
     policy, reference = [[math.log(0.3)], [math.log(0.1)]], [[math.log(0.6)], [math.log(0.3)]]
     loss = dpo_grads(*policy, *reference, beta=1.0)[0].item()
@@ -147,7 +147,7 @@ BY_HAND = [  # loss_type, options, loss, gradient to chosen, gradient to rejecte
 
 
 @pytest.mark.parametrize("loss_type, more, loss, to_chosen, to_rejected", BY_HAND)
-def test_b17_every_loss_type_has_its_value_and_gradient_at_a_point_computed_by_hand(
+def test_B17_every_loss_type_has_its_value_and_gradient_at_a_point_computed_by_hand(
     loss_type, more, loss, to_chosen, to_rejected
 ):
     got = dpo_grads([-9.6], [-13.8], [-10.0], [-13.0], beta=0.5, loss_type=loss_type, **more)
@@ -182,7 +182,7 @@ TRL = [
 
 
 @pytest.mark.parametrize("loss_type, more, loss, to_chosen, to_rejected", TRL)
-def test_b17_every_loss_type_computes_what_trl_computes_on_a_batch(loss_type, more, loss, to_chosen, to_rejected):
+def test_B17_every_loss_type_computes_what_trl_computes_on_a_batch(loss_type, more, loss, to_chosen, to_rejected):
     losses, grad_chosen, grad_rejected = dpo_grads(*TRL_BATCH, loss_type=loss_type, **more)
     got = [losses.mean().item(), grad_chosen[0].item(), grad_rejected[0].item()]
     assert got == pytest.approx([loss, to_chosen, to_rejected], rel=2e-6, abs=1e-7)
@@ -212,11 +212,11 @@ def test_bco_pairs_baseline_carries_no_gradient():
     assert to_chosen[0].item() == pytest.approx(-0.188771, abs=1e-6), "the mean of the rewards must be detached"
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(
+    "loss_type, divergence",
+    [(name, "reverse_kl") for name in LOSSES] + [(name, f) for name in LOSSES[:5] for f in DIVERGENCES[1:]],
+)
 def test_log_ratios_of_200_give_finite_losses_and_gradients_in_float32(loss_type, divergence):
-    if divergence != "reverse_kl" and loss_type not in LOSSES[:5]:
-        pytest.skip("this loss reads no f_divergence_type")
     chosen, rejected = torch.tensor([200.0, -200, 200, -200, 0]), torch.tensor([200.0, 200, -200, -200, 0])
     chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
     for beta, tau in ((0.1, 0.05), (1.0, 5.0)):
@@ -263,7 +263,7 @@ def test_an_empty_answer_is_one_eos_token_with_a_finite_log_prob(tiny):
     model, tokenizer = tiny
     encoded = encode_pairs(tokenizer, [{"prompt": "The old bear", "chosen": "", "rejected": " cried."}], 256)
     assert encoded[0]["chosen"] == [tokenizer.eos_token_id]
-    assert dpo.all_log_probs(model, encoded, options()).isfinite().all()
+    assert dpo.all_log_probs(model, encoded, dpo_options()).isfinite().all()
 
 
 def test_a_prompt_too_long_is_cut_from_the_left_the_same_for_both_answers_which_stay_whole(tiny):
@@ -283,7 +283,7 @@ def test_a_pair_with_an_answer_longer_than_the_context_is_left_out(tiny):
 @pytest.mark.parametrize("average", [False, True])
 def test_a_pairs_log_probs_are_those_of_its_answers_and_their_eos_alone_whatever_the_padding(tiny, average):
     model, tokenizer = tiny
-    args = options(loss_type="ipo" if average else "sigmoid", micro_batch_size=6)
+    args = dpo_options(loss_type="ipo" if average else "sigmoid", micro_batch_size=6)
     encoded = encode_pairs(tokenizer, PAIRS, 256)
     got = dpo.all_log_probs(model, encoded, args)
     for i, pair in enumerate(encoded):
@@ -302,7 +302,7 @@ def test_chosen_and_rejected_go_through_the_model_in_one_batch(tiny):
     hook = tiny[0].register_forward_pre_hook(
         lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    list(pair_log_probs(tiny[0], encode_pairs(tiny[1], PAIRS, 256), options(micro_batch_size=6)))
+    list(pair_log_probs(tiny[0], encode_pairs(tiny[1], PAIRS, 256), dpo_options(micro_batch_size=6)))
     hook.remove()
     assert rows == [6, 4], "3 pairs are 6 sequences; of 5 pairs the last 2 remain"
 
@@ -361,7 +361,7 @@ def test_a_bad_line_of_a_data_file_is_named_with_its_number_and_what_is_wrong(tm
 def test_the_first_step_of_training_starts_at_ln_2_with_a_gradient(tiny):
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(tiny[0], config).eval()
-    (record,) = dpo.train(model, encode_pairs(tiny[1], PAIRS, 256), options())
+    (record,) = dpo.train(model, encode_pairs(tiny[1], PAIRS, 256), dpo_options())
     model.unload()
     assert record["loss"].item() == pytest.approx(math.log(2), abs=1e-5)
     assert record["rewards/margins"].item() == pytest.approx(0, abs=1e-5) and record["grad_norm"] > 0
@@ -371,7 +371,7 @@ def test_the_first_step_of_training_starts_at_ln_2_with_a_gradient(tiny):
 
 def test_identical_answers_have_loss_ln_2_and_gradient_0(adapted, tiny):
     pairs = encode_pairs(tiny[1], [{"prompt": "The bear", "chosen": " sat.", "rejected": " sat."}], 256)
-    (record,) = dpo.train(adapted, pairs, options(prompts_per_step=1))
+    (record,) = dpo.train(adapted, pairs, dpo_options(prompts_per_step=1))
     assert record["loss"].item() == pytest.approx(math.log(2), abs=1e-6)
     assert record["grad_norm"].item() == pytest.approx(0, abs=1e-5), "what both answers share cancels"
 
@@ -380,14 +380,20 @@ def test_identical_answers_have_loss_ln_2_and_gradient_0(adapted, tiny):
 def test_micro_batches_give_the_same_gradient_as_one_batch(tiny, adapted, monkeypatch, loss_type):
     monkeypatch.setattr(torch.optim, "AdamW", lambda params, lr, weight_decay: torch.optim.SGD(params, lr))
     pairs, start = encode_pairs(tiny[1], PAIRS, 256), {n: p.clone() for n, p in adapted.state_dict().items()}
+    with adapted.disable_adapter():
+        ref = dpo.all_log_probs(adapted, pairs, dpo_options(loss_type=loss_type))
+    ((rows, new),) = pair_log_probs(adapted, pairs, dpo_options(loss_type=loss_type))
+    mean = dpo_loss(*new, *ref[:, rows], loss_type=loss_type)[0].mean()
+    grads = torch.autograd.grad(mean, [p for p in adapted.parameters() if p.requires_grad])
     results = []
     for size in (64, 4, 1):  # all five pairs at once; two, two, one; one at a time
         adapted.load_state_dict(start)
         torch.manual_seed(0)
-        (record,) = dpo.train(adapted, pairs, options(micro_batch_size=size, loss_type=loss_type))
+        (record,) = dpo.train(adapted, pairs, dpo_options(micro_batch_size=size, loss_type=loss_type))
         step = torch.cat([(p - start[n]).flatten() for n, p in adapted.state_dict().items() if "lora" in n])
         results.append((step.detach(), record["loss"].item(), record["grad_norm"].item()))
-    assert results[0][0].norm() > 1e-3
+    norm = torch.stack([grad.norm() for grad in grads]).norm().item()
+    assert results[0][1:] == pytest.approx((mean.item(), norm), rel=1e-3), "a batch's loss is the mean over its pairs"
     for step, loss, grad_norm in results[1:]:
         assert (step - results[0][0]).norm() < 1e-3 * results[0][0].norm(), "the split changed the gradient"
         assert (loss, grad_norm) == pytest.approx(results[0][1:], rel=1e-3), "the split changed the metrics"
@@ -399,10 +405,10 @@ def test_the_reference_is_run_once_before_training_and_kept(tiny, adapted, monke
     monkeypatch.setattr(adapted, "disable_adapter", lambda: switched_off.append(1) or disable())
     pairs = encode_pairs(tiny[1], PAIRS, 256)
     with disable():
-        expected = dpo.all_log_probs(adapted, pairs, options())
+        expected = dpo.all_log_probs(adapted, pairs, dpo_options())
     seen, loss = [], dpo.dpo_loss
     monkeypatch.setattr(dpo, "dpo_loss", lambda *a, **k: seen.append(torch.stack(a[2:]).sort().values) or loss(*a, **k))
-    assert len(list(dpo.train(adapted, pairs, options(steps=3)))) == 3
+    assert len(list(dpo.train(adapted, pairs, dpo_options(steps=3)))) == 3
     assert len(switched_off) == 1, "one reference pass, none in the loop"
     assert all(torch.allclose(ref, expected.sort().values, atol=1e-4) for ref in seen), "the reference moved"
 
@@ -411,18 +417,16 @@ def test_training_lowers_the_loss_and_each_pair_has_its_turn_before_any_comes_ag
     pairs, batches = encode_pairs(tiny[1], PAIRS, 256), []
     log_probs = dpo.pair_log_probs
     monkeypatch.setattr(dpo, "pair_log_probs", lambda m, p, a: batches.append(p) or log_probs(m, p, a))
-    records = list(dpo.train(adapted, pairs, options(steps=10, prompts_per_step=2, learning_rate=1e-3)))
+    records = list(dpo.train(adapted, pairs, dpo_options(steps=10, prompts_per_step=2, learning_rate=1e-3)))
     order = [pairs.index(pair) for batch in batches[1:] for pair in batch]  # the first is the reference's pass
     assert all(sorted(order[i : i + 5]) == list(range(5)) for i in range(0, 20, 5)), "not every pair had its turn"
     assert sum(r["loss"] for r in records[-2:]) < sum(r["loss"] for r in records[:2])
 
 
 def test_a_loss_that_is_not_finite_stops_training_and_names_the_step(tiny, adapted, monkeypatch):
-    loss, calls = dpo.dpo_loss, []
-    bad = lambda *a, **k: (loss(*a, **k)[0] * (float("nan") if calls.append(1) or len(calls) > 2 else 1), *loss(*a)[1:])  # noqa: E731
-    monkeypatch.setattr(dpo, "dpo_loss", bad)
-    steps = dpo.train(adapted, encode_pairs(tiny[1], PAIRS, 256), options(steps=3))
+    steps = dpo.train(adapted, encode_pairs(tiny[1], PAIRS, 256), dpo_options(steps=3))
     assert next(steps)["step"] == 1
+    monkeypatch.setattr(dpo, "dpo_loss", lambda *args, **more: [x * math.nan for x in dpo_loss(*args, **more)])
     with pytest.raises(ArithmeticError, match="step 2"):
         next(steps)
 
