@@ -1,0 +1,751 @@
+"""DPO: make the better of two answers more likely than the worse one, measured against the reference; no reward model.
+
+    L(theta) = -log sigmoid(beta (log pi_theta(y_w|x) / pi_ref(y_w|x)  -  log pi_theta(y_l|x) / pi_ref(y_l|x)))
+
+    x: the prompt      y_w: the chosen answer      y_l: the rejected answer      log pi(y|x): the sum over y's tokens
+
+In memory: one model. The policy is its frozen weights plus a LoRA adapter; the reference is the same weights with the
+adapter switched off, needed once: its log-probs of all answers are numbers that do not change. Off-line: the answers
+are sampled before training, by the model itself, and a rater's best is paired with its worst.
+
+    python dpo.py                           # babylm/babyllama-100m-2024; without a network the embedded tiny_llama
+    python dpo.py --data runs/dpo/pairs.jsonl --loss-type ipo       # the same pairs again, or a file of your own
+
+DPO (arXiv 2305.18290); the papers of its twelve variants stand in dpo_loss.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import inspect
+import json
+import math
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, get_peft_model
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
+from transformers.utils import has_file
+
+# ---------------------------------------------------------------- the loss
+
+
+def sequence_log_probs(log_probs, mask, average=False):
+    """log pi(y|x) = sum over the answer's tokens of log pi(y_t | x, y_<t): (B, T), (B, T) -> (B,).
+
+    mask: 1 = a token of the answer, its EOS included. What stands under 0 has no influence. average=True divides by the
+    number of tokens, as IPO's loss wants it. An empty row gives 0.
+    Shown by B14 in test_losses.py: -1 - 2 - 4 = -7, on average -2.333333.
+    """
+    mask = mask.bool()
+    total = torch.where(mask, log_probs, 0.0).sum(dim=1)
+    return total / mask.sum(dim=1).clamp(min=1) if average else total
+
+
+def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type="sigmoid", label_smoothing=0.0,
+             f_divergence_type="reverse_kl", reference_free=False, alpha_divergence_coef=1.0,
+             discopop_tau=0.05):  # fmt: skip
+    """DPO and its family. Returns (losses, chosen_rewards, rejected_rewards), each (B,), the rewards detached.
+
+    chosen, rejected, ref_chosen, ref_rejected: (B,) log-probs of the answers under policy and reference: sums over
+    their tokens, for ipo means (see sequence_log_probs). reference_free: the reference's log-probs count as 0.
+    The rewards are beta * (policy - reference): what an answer is worth by the policy's own account.
+
+    With  c = chosen - ref_chosen,  r = rejected - ref_rejected,  h = f(c) - f(r),  L(x) = -log sigmoid(x),
+    S(x) = (1 - s) L(x) + s L(-x),  s = label_smoothing, the share of pairs thought to be labelled the wrong way round:
+
+        sigmoid    S(beta h)                                                   DPO, 2305.18290 eq. 7 (s > 0: cDPO)
+        robust     ((1 - s) L(beta h) - s L(-beta h)) / (1 - 2 s)              rDPO, 2403.00409
+        exo_pair   KL of (sigmoid(beta h), sigmoid(-beta h)) from (1 - s, s)   EXO, 2402.00856 eq. 16; s = 0 is 1e-3
+        hinge      max(0, 1 - beta h)                                          SLiC, 2305.10425; RSO, 2309.06657
+        ipo        (h - 1 / (2 beta))^2                                        IPO, 2310.12036 eq. 17
+        bco_pair   L(beta c - d) + L(d - beta r), d = mean of the rewards      BCO, 2404.04656
+        sppo_hard  (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2                 SPPO, 2405.00675 eq. 4.7
+        nca_pair   L(beta c) + L(-beta c) / 2 + L(-beta r) / 2                 NCA, 2402.05369
+        aot_pair   S(beta (sort(c) - sort(r)))                                 AOT, 2406.05882, unpaired
+        aot        S(beta (sort(chosen - rejected) - sort(ref_chosen - ref_rejected)))     AOT, paired
+        apo_zero   sigmoid(-beta c) + sigmoid(beta r)                          APO, 2408.06266 eq. 7
+        apo_down   sigmoid(beta c) + sigmoid(-x), x = beta (c - r)             APO, 2408.06266 eq. 8
+        discopop   (1 - m) L(x) + m exp(-x), m = sigmoid(x / discopop_tau)     DiscoPOP, 2406.08414 eq. 5
+
+    f is f_divergence_type (f-DPO, 2309.16240 table 1; a constant would cancel): "reverse_kl" u, "js_divergence"
+    log sigmoid(u), "alpha_divergence" -exp(-alpha u) / alpha. Exponents are clamped to +-40: ipo's square is finite.
+    bco_pair and both aot compare the pairs of the batch with each other: their losses are the batch's, not the pairs'.
+    Shown by B14-B17 in test_losses.py: ln 2 at the start; c = 1, r = -1 gives 0.598139, with s = 0.1 0.618139.
+    """
+    if reference_free:
+        ref_chosen = ref_rejected = torch.zeros_like(chosen)
+    if not beta > 0:
+        raise ValueError(f"beta is {beta}; it must be above 0: at 0 the policy would not matter")
+    c, r, s = chosen - ref_chosen, rejected - ref_rejected, label_smoothing
+    alpha = alpha_divergence_coef
+    divergences = {
+        "reverse_kl": lambda u: u,
+        "js_divergence": F.logsigmoid,
+        "alpha_divergence": lambda u: -torch.exp((-alpha * u).clamp(-40, 40)) / alpha,
+    }
+    if f_divergence_type not in divergences:
+        raise ValueError(f"there is no f_divergence_type {f_divergence_type!r}: {', '.join(divergences)}")
+    f = divergences[f_divergence_type]
+    h, x, half = f(c) - f(r), beta * (c - r), 1 / (2 * beta)
+    p, q, e = torch.sigmoid(beta * h), torch.sigmoid(-beta * h), s or 1e-3
+    d, m = beta * torch.cat([c, r]).detach().mean(), torch.sigmoid(x / discopop_tau)
+
+    def L(x):
+        return -F.logsigmoid(x)
+
+    def S(x):
+        return (1 - s) * L(x) + s * L(-x)
+
+    def sort(x):
+        return x.sort().values
+
+    losses = {
+        "sigmoid": lambda: S(beta * h),
+        "robust": lambda: ((1 - s) * L(beta * h) - s * L(-beta * h)) / (1 - 2 * s),
+        "exo_pair": lambda: -p * (L(beta * h) + math.log(1 - e)) - q * (L(-beta * h) + math.log(e)),
+        "hinge": lambda: F.relu(1 - beta * h),
+        "ipo": lambda: (h - half).square(),
+        "bco_pair": lambda: L(beta * c - d) + L(d - beta * r),
+        "sppo_hard": lambda: (c - half).square() + (r + half).square(),
+        "nca_pair": lambda: L(beta * c) + L(-beta * c) / 2 + L(-beta * r) / 2,
+        "aot_pair": lambda: S(beta * (sort(c) - sort(r))),
+        "aot": lambda: S(beta * (sort(chosen - rejected) - sort(ref_chosen - ref_rejected))),
+        "apo_zero": lambda: torch.sigmoid(-beta * c) + torch.sigmoid(beta * r),
+        "apo_down": lambda: torch.sigmoid(beta * c) + torch.sigmoid(-x),
+        "discopop": lambda: (1 - m) * L(x) + m * torch.exp(-x.clamp(-40, 40)),
+    }
+    smoothed, divergent = ("sigmoid", "robust", "exo_pair", "aot_pair", "aot"), list(losses)[:5]
+    if loss_type not in losses:
+        raise ValueError(f"there is no loss_type {loss_type!r}: {', '.join(losses)}")
+    if not 0 <= s < 0.5:
+        raise ValueError(f"label_smoothing is {s}; it must be at least 0 and below 0.5")
+    if s and loss_type not in smoothed:
+        raise ValueError(f"loss_type {loss_type!r} does not read label_smoothing; {', '.join(smoothed)} do")
+    if f_divergence_type != "reverse_kl" and loss_type not in divergent:
+        raise ValueError(f"loss_type {loss_type!r} does not read f_divergence_type; {', '.join(divergent)} do")
+    return losses[loss_type](), beta * c.detach(), beta * r.detach()
+
+
+# ---------------------------------------------------------------- the task: cheerful stories
+
+OPENINGS = ["Once upon a time there was a {} who", "One day a {} went to the park and", "Every morning the {}"]
+OPENINGS += ["The {} looked out of the window and", "In the forest there lived a {} that", "When the {} came home, it"]
+HEROES = "little cat, old bear, young girl, small bird, brave mouse, tired farmer, white duck, quiet boy".split(", ")
+PROMPTS = [opening.format(hero) for opening in OPENINGS for hero in HEROES]
+HELD_OUT_PROMPTS = ["The quick brown fox jumped over the", "Once upon a time there was an old woman who"]
+HELD_OUT_PROMPTS += ["The young king sat down by the river and", "It was a dark night and the little train"]
+HELD_OUT_PROMPTS += [opening.format(hero) for opening in OPENINGS for hero in ("little dog", "grey rabbit")]
+
+# A family a word: "happy" and "happily" count once.
+CHEERFUL = """happy/happily/happiness/happier/happiest glad/gladly joy/joyful/joyfully cheerful/cheer/cheered/cheerfully
+smile/smiles/smiled/smiling laugh/laughs/laughed/laughing/laughter love/loves/loved/loving/lovely fun/funny
+play/plays/played/playing/playful friend/friends/friendly/friendship kind/kindly/kindness nice/nicely bright/brightly
+sunny/sunshine warm/warmly/warmth beautiful/beautifully wonderful/wonderfully great good/best sing/sings/sang/singing
+dance/dances/danced/dancing hug/hugs/hugged/hugging gift/gifts/present/presents proud/proudly excited/exciting/excitedly
+delight/delighted/delightful safe/safely sweet/sweetly giggle/giggled/giggling grateful/thankful magic/magical"""
+GLOOMY = """sad/sadly/sadness/sadder cry/cries/cried/crying tear/tears scared/scary afraid/fear/fearful/frightened
+lost/lose/loses/losing dark/darkness cold alone/lonely/loneliness angry/angrily/anger hurt/hurts/hurting/pain/painful
+bad/badly/worse/worst sick/ill dead/die/dies/died/death hate/hates/hated sorry worry/worries/worried tired hungry
+broken/break/breaks/broke terrible/horrible/awful mean/cruel danger/dangerous poor gloomy/grumpy ugly wrong"""
+CHEERFUL, GLOOMY = (
+    {word: family for family in words.split() for word in family.split("/")} for words in (CHEERFUL, GLOOMY)
+)
+
+
+def happiness(text):
+    """(cheerful families in the text - gloomy ones) / 3, kept within [-1, 1]: the rule that judges a completion.
+
+    Families are counted once, so "happy happy happy" is worth no more than "happy"; three are enough, so a list of
+    cheerful words is worth no more than a sentence with three of them.
+    """
+    words = re.findall(r"[a-z]+", text.lower())
+    cheerful = {CHEERFUL[word] for word in words if word in CHEERFUL}
+    gloomy = {GLOOMY[word] for word in words if word in GLOOMY}
+    return max(-1.0, min(1.0, (len(cheerful) - len(gloomy)) / 3))
+
+
+# ---------------------------------------------------------------- model and sampling
+
+# transformers 5 renamed the keyword past_key_values.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def load(args):
+    """The (model, tokenizer) that args.model names: a folder, or a name in the cache or on the hub.
+
+    No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    def read(name, **where):
+        path = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **where)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, use_safetensors=True, **where), tokenizer
+
+    name = args.model or "babylm/babyllama-100m-2024"
+    try:
+        try:
+            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: the hub is not asked
+        except OSError:
+            if Path(name).exists() or name == "tiny_llama":
+                raise
+            if hub_has(name):
+                model, tokenizer = read(name)
+            elif args.model:
+                raise OSError("it is no folder, not in the cache, and the hub has none or cannot be reached") from None
+            else:
+                print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
+                model, tokenizer = read(name := "tiny_llama", local_files_only=True)
+    except Exception as error:  # whatever the libraries raise over a wrong name or a broken file
+        stop(f"the model {name!r} cannot be loaded: {(str(error) or repr(error)).strip().splitlines()[0]}")
+    if tokenizer.eos_token_id is None:
+        stop(f"the tokenizer of {name!r} has no end-of-text token, so no completion could end")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    layers = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "weight", None) is not None}
+    for target in set(args.lora_targets) - layers:
+        stop(f"--lora-targets {target}: no layer of the model has this name, but {', '.join(sorted(layers))}")
+    args.model = name
+    return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
+
+
+def hub_has(name):
+    """Whether the hub has the model; False if it does not answer in 8 s. (from_pretrained would retry for a minute.)"""
+    answer = []
+
+    def ask():
+        with contextlib.suppress(Exception):
+            answer.append(has_file(name, "config.json"))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout=8)
+    return answer == [True]
+
+
+def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.0):
+    """Log-probs of the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens, float32.
+
+    The logits at position t predict token t + 1, so they are read one position earlier. They are divided by the
+    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0.
+    Shown by A6 and A7 in test_losses.py.
+    """
+    used = attention_mask.any(dim=0)  # (L,)
+    behind = int((~used[-num_tokens:]).sum())  # columns behind the longest completion
+    input_ids, attention_mask, num_tokens = input_ids[:, used], attention_mask[:, used], num_tokens - behind
+    logits = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        use_cache=False,
+        logits_to_keep=num_tokens + 1,  # no logits for the prompt
+    ).logits[:, :-1]  # (B, T, V)
+    logits = logits if temperature == 1 else logits / temperature
+    targets = input_ids[:, -num_tokens:]  # (B, T)
+    log_probs = -F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
+    return F.pad(log_probs, (0, behind))
+
+
+def completion_mask(completion_ids, eos_token_id):
+    """1 up to each row's first EOS, that one included, 0 behind it: (B, T) -> (B, T). Right also where pad == EOS."""
+    is_eos = (completion_ids == eos_token_id).long()
+    return (is_eos.cumsum(dim=1) - is_eos == 0).long()
+
+
+@torch.no_grad()
+def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature=1.0, eos_token_id, pad_token_id):
+    """Sample a completion to each left-padded prompt: (B, P), (B, P) -> (B, T), padded behind the EOS.
+
+    Plain sampling from the softmax: with top-k or top-p the tokens would come from another distribution than the one
+    whose log-probs are trained.
+    """
+    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+    ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
+    completion, done = [], torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # done: (B, 1)
+    while len(completion) < max_completion_length and not done.all():
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **keywords).logits[:, -1]  # (B, V)
+        # Where a uniform number falls in the cumulative sum: torch.multinomial's draw in a fraction of its time.
+        cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
+        u = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
+        ids = torch.searchsorted(cumulative, u, right=True).clamp(max=logits.shape[1] - 1)  # the action: (B, 1)
+        ids = ids.masked_fill(done, pad_token_id)
+        done = done | (ids == eos_token_id)
+        completion.append(ids)
+        mask, position = torch.cat([mask, torch.ones_like(ids)], dim=1), position[:, -1:] + 1
+    return torch.cat(completion, dim=1)
+
+
+def complete(model, tokenizer, prompts, args):
+    """Sample one completion a prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
+    prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
+    options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
+    options["pad_token_id"] = tokenizer.pad_token_id
+    ids = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
+    mask = completion_mask(ids, tokenizer.eos_token_id)
+    texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, mask.sum(dim=1), strict=True)]
+    return torch.cat([prompt.input_ids, ids], 1), torch.cat([prompt.attention_mask, mask], 1), mask, texts
+
+
+@torch.no_grad()
+def evaluate(model, tokenizer, args):
+    """16 answers to each of the 16 held-out prompts: their happiness and, in nats a token, their KL to the reference.
+
+    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]).
+    """
+    texts, kl = [], []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same draws before and after, whatever --seed
+        for _ in range(8):
+            ids, attention_mask, mask, answers = complete(model, tokenizer, HELD_OUT_PROMPTS * 2, args)
+            texts += answers
+            log_ratio = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
+            with model.disable_adapter():
+                log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
+            kl.append(log_ratio[mask.bool()])
+    estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
+    return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
+
+
+# ---------------------------------------------------------------- preference pairs
+
+
+def make_pairs(model, tokenizer, prompts, args):
+    """The rater's best and worst of num_generations answers to each prompt: [{"prompt", "chosen", "rejected"}, ...].
+
+    Where all answers are equally good there is nothing to choose: no pair. An answer that max_completion_length cut
+    short of its EOS is marked: "chosen_truncated" or "rejected_truncated".
+    """
+    pairs, K = [], args.num_generations
+    for start in tqdm(range(0, len(prompts), 8), desc="making pairs", unit="batch", leave=False):
+        batch = [prompt for prompt in prompts[start : start + 8] for _ in range(K)]
+        ids, _, mask, texts = complete(model, tokenizer, batch, args)
+        ended = (ids[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(dim=1).tolist()
+        for first in range(0, len(batch), K):
+            worst, *_, best = sorted(range(first, first + K), key=lambda row: happiness(texts[row]))
+            if happiness(texts[best]) > happiness(texts[worst]):
+                pair = {"prompt": batch[first], "chosen": texts[best], "rejected": texts[worst]}
+                rows = {"chosen": best, "rejected": worst}
+                pairs.append(pair | {f"{name}_truncated": True for name, row in rows.items() if not ended[row]})
+    return pairs
+
+
+def read_pairs(path):
+    """The pairs of a UTF-8 file, one JSON object a line with the texts "prompt", "chosen" and "rejected"."""
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: U+2028 is text
+    except OSError as error:
+        stop(f"--data {path} cannot be read: {error.strerror}")
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            pair = json.loads(line.decode())
+            if not isinstance(pair, dict):
+                raise ValueError("it is no JSON object")
+            for name in ("prompt", "chosen", "rejected"):
+                if not isinstance(pair.get(name), str):
+                    raise ValueError(f"it has no text {name!r}")
+                pair[name].encode()  # half a surrogate pair is no text
+            if not pair["prompt"].strip():
+                raise ValueError("its prompt is empty")
+        except json.JSONDecodeError as error:
+            stop(f"--data {path}, line {number}: it is not JSON: {error.msg}, column {error.colno}")
+        except (ValueError, RecursionError) as error:
+            stop(f"--data {path}, line {number}: {error}")
+        pairs.append(pair)
+    return pairs or stop(f"--data {path} holds no pairs")
+
+
+def split_pairs(pairs):
+    """(pairs to train on, held-out pairs), no prompt in both. Held out are HELD_OUT_PROMPTS or, where the pairs are of
+    other prompts, a tenth of those (two at least; none of fewer than four)."""
+    prompts = list(dict.fromkeys(pair["prompt"] for pair in pairs))
+    held_out = set(prompts) & set(HELD_OUT_PROMPTS)
+    if len(held_out) in (0, len(prompts)):
+        held_out = set(prompts[:: min(10, len(prompts) // 2)] if len(prompts) > 3 else [])
+    return [p for p in pairs if p["prompt"] not in held_out], [p for p in pairs if p["prompt"] in held_out]
+
+
+def encode_pairs(tokenizer, pairs, context):
+    """The pairs as token ids, under the same names.
+
+    Prompt and answer are encoded apart, so that the prompt's ids are those that sampling sees. An answer ends in
+    exactly one EOS; a truncated one has none. Too long for the context: the prompt loses its left end, the same for
+    both answers. If no token of the prompt can stay, the pair is left out.
+    """
+    names, eos, encoded = ("prompt", "chosen", "rejected"), tokenizer.eos_token_id, []
+    for pair in pairs:
+        prompt, *answers = tokenizer([pair[name] for name in names], add_special_tokens=False).input_ids
+        for name, ids in zip(names[1:], answers, strict=True):
+            if eos in ids:  # a text that spells the EOS out ends there
+                del ids[ids.index(eos) :]
+            if not ids or not pair.get(f"{name}_truncated"):
+                ids.append(eos)
+        room = min(len(prompt), context - max(map(len, answers)))
+        if room > 0:
+            encoded.append(dict(zip(names, (prompt[-room:], *answers), strict=True)))
+    return encoded
+
+
+def pair_log_probs(model, pairs, args):
+    """Yields, micro-batch by micro-batch, the indices of b pairs and their log-probs (2, b): chosen, rejected.
+
+    Both answers go through the model in one pass; the loss's mask is the last T columns of the attention mask:
+
+        chosen    . . p p p c c c E          p: the prompt, left-padded; c, r: the answer, right-padded; E: its EOS
+        rejected  . . p p p r E . .          attention mask 0 0 1 1 1 1 1 0 0, the loss's 1 1 0 0
+    """
+    order = sorted(range(len(pairs)), key=lambda i: max(len(pairs[i]["chosen"]), len(pairs[i]["rejected"])))
+    size = max(1, args.micro_batch_size // 2)
+    for rows in (order[i : i + size] for i in range(0, len(order), size)):  # of like length: little padding
+        texts = [(pairs[i]["prompt"], pairs[i][name]) for name in ("chosen", "rejected") for i in rows]
+        P, T = max(len(prompt) for prompt, _ in texts), max(len(answer) for _, answer in texts)
+        ids = [[0] * (P - len(p)) + p + a + [0] * (T - len(a)) for p, a in texts]
+        attention_mask = [[0] * (P - len(p)) + [1] * len(p + a) + [0] * (T - len(a)) for p, a in texts]
+        ids, attention_mask = torch.tensor([ids, attention_mask], device=args.device)  # (2b, L) each
+        log_probs = token_log_probs(model, ids, attention_mask, T, args.temperature)  # (2b, T)
+        average = args.loss_type == "ipo"  # or else its regression would aim at longer answers
+        yield rows, sequence_log_probs(log_probs, attention_mask[:, -T:], average).view(2, -1)
+
+
+@torch.no_grad()
+def all_log_probs(model, pairs, args):
+    """The log-probs of N pairs without a gradient, (2, N): chosen, rejected."""
+    log_probs = torch.zeros(2, len(pairs), device=args.device)
+    for rows, values in pair_log_probs(model, pairs, args):
+        log_probs[:, rows] = values
+    return log_probs
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(model, pairs, args):
+    """DPO (2305.18290, section 4) on encoded pairs. Yields the metrics of a step when the step is done."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0)
+    # 1. The reference's log-probs, once for all steps: the same model without its adapter.
+    start = time.perf_counter()
+    with model.disable_adapter():
+        reference = all_log_probs(model, pairs, args)  # (2, N)
+    tqdm.write(f"reference log-probs of {len(pairs)} pairs: {time.perf_counter() - start:.1f} s")
+
+    queue = []
+    for step in range(1, args.steps + 1):
+        # 2. A batch of B pairs. Each pair has its turn before any has a second one.
+        while len(queue) < args.prompts_per_step:
+            queue += torch.randperm(len(pairs)).tolist()
+        batch, queue = queue[: args.prompts_per_step], queue[args.prompts_per_step :]
+        batch, ref = [pairs[i] for i in batch], reference[:, batch]  # (2, B)
+
+        # 3. The loss of the whole batch, in which a micro-batch's rows alone carry a gradient: the gradients add up to
+        #    the batch's, even where the loss compares pairs with each other. Only there the other rows' numbers matter
+        #    and must be had first; elsewhere the reference's stand in.
+        coupled = args.loss_type in ("bco_pair", "aot_pair", "aot") and 2 * len(batch) > args.micro_batch_size
+        log_probs = all_log_probs(model, batch, args) if coupled else ref  # (2, B)
+        for rows, new in pair_log_probs(model, batch, args):
+            log_probs = log_probs.detach().clone()
+            log_probs[:, rows] = new
+            pair_metrics(log_probs, ref, args)["loss"].mean().backward()
+
+        # 4. Update and report.
+        metrics = {name: values.mean() for name, values in pair_metrics(log_probs.detach(), ref, args).items()}
+        loss, grad_norm = metrics["loss"], torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        if not (loss.isfinite() and grad_norm.isfinite()):
+            raise ArithmeticError(f"step {step}: the loss is {loss.item()}, its gradient's norm {grad_norm.item()}")
+        optimizer.step()
+        optimizer.zero_grad()
+        yield {"step": step, "samples": step * 2 * len(batch), **metrics, "grad_norm": grad_norm}
+
+
+def pair_metrics(log_probs, ref, args):
+    """The loss and metrics of each of N pairs, by TRL's names: (2, N), (2, N) -> {name: (N,)}."""
+    losses, chosen, rejected = dpo_loss(*log_probs, *ref, **loss_options(args))
+    return {
+        "loss": losses,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).float(),  # policy = reference, two equal rewards: 0
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "logps/chosen": log_probs[0].detach(),
+        "logps/rejected": log_probs[1].detach(),
+    }
+
+
+def loss_options(args):
+    """dpo_loss's options from the command line, as far as they were given."""
+    names = ("beta", "loss_type", "label_smoothing", "f_divergence_type", "reference_free")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def evaluate_pairs(model, pairs, args):
+    """pair_metrics of held-out pairs: {name: estimate}."""
+    with model.disable_adapter():
+        ref = all_log_probs(model, pairs, args)
+    metrics = pair_metrics(all_log_probs(model, pairs, args), ref, args)
+    return {name: estimate(values.tolist()) for name, values in metrics.items()}
+
+
+# ---------------------------------------------------------------- command line and files
+
+
+def parse_args(argv):
+    parser = common_options(steps=60, learning_rate=1e-3)
+    add = parser.add_argument
+    add("--data", type=Path, help="JSONL file of pairs (prompt, chosen, rejected); without it the model makes them")
+    add("--prompts", type=Path, help="file to make pairs from instead of the built-in prompts, one a line")
+    add("--pairs", type=int, default=256, help="pairs to make and train on; a quarter more is held out")
+    add("--num-generations", type=int, default=8, help="answers that a pair is the best and the worst of")
+    add("--prompts-per-step", type=int, default=16, help="pairs in a batch")
+    add("--beta", type=float, default=0.1, help="how much it costs to leave the reference")
+    add("--loss-type", default="sigmoid", help="sigmoid, ipo, hinge, ...: dpo_loss has all thirteen")
+    add("--label-smoothing", type=float, help="share of pairs taken to be labelled the wrong way round; without it 0")
+    add("--f-divergence-type", default="reverse_kl", help="reverse_kl, js_divergence or alpha_divergence")
+    add("--reference-free", action="store_const", const=True, help="a loss without the reference")
+    args = check_args(parser.parse_args(argv))
+    if args.data and args.prompts:
+        stop("--prompts is what pairs are made from, and --data brings them: give one of the two")
+    if args.num_generations < 2:
+        stop("--num-generations must be at least 2: a pair is the best and the worst of them")
+    try:
+        dpo_loss(*torch.zeros(4, 1), **loss_options(args))
+    except ValueError as error:
+        stop(str(error))
+    return args
+
+
+def main(argv=None):
+    """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
+    args = parse_args(argv)
+    pairs = read_pairs(args.data) if args.data else []
+    prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
+    model, tokenizer = load(args)
+    check_context(model, tokenizer, HELD_OUT_PROMPTS + ([] if args.data else prompts), args)
+    if not args.data:
+        start = time.perf_counter()
+        sources = (prompts, args.pairs), (HELD_OUT_PROMPTS, max(args.pairs // 4, len(HELD_OUT_PROMPTS)))
+        sources = [source[i % len(source)] for source, count in sources for i in range(count)]
+        try:
+            pairs = make_pairs(model, tokenizer, sources, args)
+        except KeyboardInterrupt:
+            stop("interrupted while the pairs were made; nothing is saved", 130)
+        seconds, ties = time.perf_counter() - start, len(sources) - len(pairs)
+        print(f"{len(pairs)} pairs made in {seconds:.1f} s; {ties} left out, all answers being equally good")
+    context = getattr(model.config, "max_position_embeddings", math.inf)
+    encoded, held_out = (encode_pairs(tokenizer, part, context) for part in split_pairs(pairs))
+    too_long = len(pairs) - len(encoded) - len(held_out)
+    print(f"{len(encoded)} pairs to train on, {len(held_out)} held out; {too_long} left out, too long for the context")
+    if not encoded:
+        stop("no pair is left to train on")
+
+    config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config).eval()  # LoRA's B is 0 at the start: policy and reference are one
+
+    def judge():
+        estimates, texts = evaluate(model, tokenizer, args)
+        return estimates | (evaluate_pairs(model, held_out, args) if held_out else {}), texts
+
+    def write(folder):
+        model.save_pretrained(folder, save_embedding_layers=False)
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+
+    shown = ["loss", "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected"]
+    shown += ["logps/chosen", "logps/rejected"]
+    records = train(model, encoded, args)
+    summary = run(args, model, records=records, judge=judge, write=write, shown={name: name for name in shown})
+    if held_out:  # only the margin is rewarded: it may grow while both answers become less likely
+        change = {name: summary[f"{name}_after"]["mean"] - summary[f"{name}_before"]["mean"] for name in shown}
+        verb = {name: f"{'rose' if value > 0 else 'fell'} by {abs(value):.3f}" for name, value in change.items()}
+        print(
+            f"held-out pairs: the margin {verb['rewards/margins']} while the log-probs of the chosen answers"
+            f" {verb['logps/chosen']} and those of the rejected ones {verb['logps/rejected']}"
+        )
+    return summary
+
+
+def stop(sentence, status=2):
+    """End the script with one sentence on stderr: a mistake by the user has exit status 2."""
+    print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def common_options(**defaults):
+    """A parser with the options that all four scripts have."""
+    kind = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **kind)
+    parser.error, add = stop, parser.add_argument
+    add("--model", help="name on the hub or folder of a causal language model; tiny_llama is the embedded one")
+    add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="names of the layers that get an adapter")
+    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results")
+    add("--steps", type=int, help="training steps")
+    add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
+    add("--device", default="auto", help="auto, cpu, cuda, ...")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the frozen weights")
+    add("--learning-rate", type=float, help="of AdamW, constant")
+    add("--max-completion-length", type=int, default=32, help="tokens a completion may have")
+    add("--micro-batch-size", type=int, default=16, help="sequences in a forward and backward pass")
+    add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def check_args(args):
+    """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
+    for name, value in vars(args).items():
+        zero_allowed = name in ("seed", "beta")
+        if isinstance(value, int | float) and not (0 < value < math.inf or zero_allowed and value == 0):
+            stop(f"--{name.replace('_', '-')} must be {'at least' if zero_allowed else 'above'} 0, not {value}")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        args.device = torch.empty(0, device=args.device).device
+    except (RuntimeError, AssertionError) as error:
+        stop(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}")
+    if args.dtype == "auto":
+        bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
+        args.dtype = "bfloat16" if bf16 else "float32"
+    args.dtype = getattr(torch, args.dtype)
+    if args.out.exists() and not (args.out / "summary.json").exists():
+        stop(f"--out {args.out} is there and is no earlier result: name another folder")
+    try:
+        args.out.with_name(args.out.name + ".new").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"--out {args.out} cannot be written: {error.strerror}")
+    torch.manual_seed(args.seed)
+    return args
+
+
+def read_prompts(path):
+    """The lines of a UTF-8 file that are not blank."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        stop(f"--prompts {path} cannot be read: {error}")
+    return [line for line in lines if line] or stop(f"--prompts {path} has no line that is not blank")
+
+
+def check_context(model, tokenizer, prompts, args):
+    """Refuse prompts that leave no room for a completion in the model's context."""
+    length = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids)
+    context = getattr(model.config, "max_position_embeddings", math.inf)
+    if length + args.max_completion_length > context:
+        stop(
+            f"{length} tokens of prompt and {args.max_completion_length} of completion exceed the context of {context}"
+        )
+
+
+def estimate(values):
+    """{"mean", "standard_error", "n"} of some numbers."""
+    values = torch.tensor(list(values), dtype=torch.float64)
+    return {"mean": values.mean().item(), "standard_error": values.std().item() / len(values) ** 0.5, "n": len(values)}
+
+
+def run(args, model, *, records, judge, write, shown):
+    """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
+
+    Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
+    """
+    start, history, summary, stopped = time.perf_counter(), [], {}, None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
+    print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
+
+    def held_out(when):
+        estimates, texts = judge()
+        for name, value in estimates.items():
+            print(f"held-out {name} {when}: {value['mean']:.3f} ± {value['standard_error']:.3f}")
+            summary[f"{name}_{when}"] = value
+        return texts
+
+    try:
+        texts_before = held_out("before")
+        with tqdm(total=args.steps, unit="step") as bar:
+            for record in records:
+                history.append({name: round(float(value), 6) for name, value in record.items()})
+                good = [p.detach().clone() for p in trained]
+                bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
+                bar.update()
+        texts_after = held_out("after")
+        for (prompt, old), (_, new) in list(zip(texts_before, texts_after, strict=True))[:2]:
+            print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
+        stopped = "interrupted"
+    except ArithmeticError as error:
+        stopped = str(error)
+    if not history:
+        stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
+    for p, value in zip(trained, good, strict=True):
+        p.data.copy_(value)
+    curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
+    for label, values in curves.items():
+        print(f"{label:>10} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
+    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
+    summary |= {
+        "seconds": time.perf_counter() - start,
+        "peak_memory_mb": peak_memory_mb(args.device),
+        "stopped": stopped,
+    }
+    save(args.out, write, history, summary, curves)
+    print(f"saved in {args.out}")
+    if stopped:
+        stop(f"{stopped}; what is saved are the weights of step {len(history)}", 130 if stopped == "interrupted" else 2)
+    return summary
+
+
+def save(out, write, history, summary, curves):
+    """Write everything beside the folder `out`, then rename: it holds the old result or the new one, never half."""
+    new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    write(new)
+    (new / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history), encoding="utf-8")
+    (new / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+    if importlib.util.find_spec("matplotlib"):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 2 * len(curves)), layout="constrained")
+        for axes, (label, values) in zip(figure.subplots(len(curves), squeeze=False).flat, curves.items(), strict=True):
+            axes.plot(range(1, len(values) + 1), values)
+            axes.set(xlabel="step", ylabel=label)
+        figure.savefig(new / "curves.png")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sparkline(values, width=60):
+    """The values as a row of bars, each the mean of its share of them."""
+    width = min(width, len(values))
+    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    means = [sum(part) / len(part) for part in parts]
+    low, span = min(means), max(means) - min(means) or 1
+    return "".join("▁▂▃▄▅▆▇█"[int((mean - low) / span * 7.99)] for mean in means)
+
+
+def peak_memory_mb(device):
+    """The most memory that tensors on the GPU, or else this process, have held; None on Windows."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if not importlib.util.find_spec("resource"):
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+if __name__ == "__main__":
+    main()
