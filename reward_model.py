@@ -92,16 +92,7 @@ def reward_loss(chosen_scores, rejected_scores, margin=None, weights=None):
 
 OPENINGS = ["Once upon a time there was a {} who", "One day a {} went to the park and", "Every morning the {}"]
 OPENINGS += ["The {} looked out of the window and", "In the forest there lived a {} that", "When the {} came home, it"]
-HEROES = [
-    "little cat",
-    "old bear",
-    "young girl",
-    "small bird",
-    "brave mouse",
-    "tired farmer",
-    "white duck",
-    "quiet boy",
-]
+HEROES = "little cat, old bear, young girl, small bird, brave mouse, tired farmer, white duck, quiet boy".split(", ")
 PROMPTS = [opening.format(hero) for opening in OPENINGS for hero in HEROES]
 HELD_OUT_PROMPTS = ["The quick brown fox jumped over the", "Once upon a time there was an old woman who"]
 HELD_OUT_PROMPTS += ["The young king sat down by the river and", "It was a dark night and the little train"]
@@ -287,6 +278,8 @@ def evaluate_scores(model, tokenizer, sets, held_out, args):
             columns["accuracy"].append((scores[better] > scores[worse]).float().mean())
             columns["chosen_score"].append(scores[better].mean())
             columns["rejected_score"].append(scores[worse].mean())
+    if len(columns["accuracy"]) < 2:
+        raise ArithmeticError("all answers to the held-out prompts tied, so there are no pairs to judge the scores by")
     scores = [answer_scores(model, group["rows"], tokenizer.pad_token_id).tolist() for group in sets]
     columns["happiness"] = [h for group in sets for h in group["happiness"]]
     columns["best_of_8"] = [max(zip(s, g["happiness"], strict=True))[1] for s, g in zip(scores, sets, strict=True)]
@@ -326,7 +319,7 @@ def train(model, tokenizer, material, made, args):
 
         # 3. Update: on the pairs of all prompts at once, or on one prompt's after the other's.
         scores = torch.zeros(0, device=args.device)
-        for batch in [ranked] if args.batching == "mixed" else [[group] for group in ranked]:
+        for batch in [ranked] if ranked and args.batching == "mixed" else [[group] for group in ranked]:
             scores = torch.cat([scores, backward(model, tokenizer, batch, args)])
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if not (scores.isfinite().all() and grad_norm.isfinite()):
@@ -377,7 +370,7 @@ def pair_rows(groups, device):
 
 
 def parse_args(argv):
-    parser = common_options(steps=60, learning_rate=1e-3)
+    parser = common_options(steps=120, learning_rate=3e-3)
     add = parser.add_argument
     add("--prompts", type=Path, help="file of prompts to use instead of the built-in ones, one a line")
     add("--data", type=Path, help="JSONL file of pairs to train on instead; every tenth of its prompts is held out")
