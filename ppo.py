@@ -440,18 +440,21 @@ def train(model, tokenizer, prompts, args):
         pieces = mask.sum(dim=1).argsort().split(args.micro_batch_size)  # rows of like length: little padding
 
         # 2. Each of the four models reads the answers once. A token's value is read where its log-prob is: one earlier.
+        batches = [(rows, ids[rows], attention_mask[rows]) for rows in pieces]
         scores, old_values, old_log_probs, ref_log_probs = torch.zeros(4, *mask.shape, device=args.device)
         with torch.no_grad():
-            for rows in pieces:
-                inputs = ids[rows], attention_mask[rows]
-                with use(model, "reward"):
-                    scores[rows] = token_scores(model, model.heads["reward"], *inputs)[:, -T:]
-                with use(model, "critic"):
-                    old_values[rows] = token_scores(model, model.heads["critic"], *inputs)[:, -T - 1 : -1]
-                with use(model, "actor"):
-                    old_log_probs[rows] = token_log_probs(model, *inputs, T, args.temperature)
-                with use(model, None):
-                    ref_log_probs[rows] = token_log_probs(model, *inputs, T, args.temperature)
+            with use(model, "reward"):
+                for rows, *x in batches:
+                    scores[rows] = token_scores(model, model.heads["reward"], *x)[:, -T:]
+            with use(model, "critic"):
+                for rows, *x in batches:
+                    old_values[rows] = token_scores(model, model.heads["critic"], *x)[:, -T - 1 : -1]
+            with use(model, "actor"):
+                for rows, *x in batches:
+                    old_log_probs[rows] = token_log_probs(model, *x, T, args.temperature)
+            with use(model, None):
+                for rows, *x in batches:
+                    ref_log_probs[rows] = token_log_probs(model, *x, T, args.temperature)
 
         # 3. Rewards: the score, less the KL token by token, less a penalty at the end of an answer that was cut off.
         score = torch.tensor(checked(last_token_scores(scores, mask), texts, step))  # (N,)
@@ -466,21 +469,22 @@ def train(model, tokenizer, prompts, args):
         # 5. Update: num_ppo_epochs passes over the same answers, each of them one optimizer step.
         for epoch in range(args.num_ppo_epochs):
             log_probs, values = torch.zeros(2, *mask.shape, device=args.device)
-            for i in torch.randperm(len(pieces)):
-                rows = pieces[i]
-                inputs = ids[rows], attention_mask[rows]
-                with use(model, "actor"):
-                    new = token_log_probs(model, *inputs, T, args.temperature)  # (B, T)
+            shuffled = [batches[i] for i in torch.randperm(len(batches))]
+            with use(model, "actor"):
+                for rows, *x in shuffled:
+                    new = token_log_probs(model, *x, T, args.temperature)  # (B, T)
+                    log_probs[rows] = new.detach()
                     if epoch == 0:
                         old_log_probs[rows] = new.detach()  # to the last bit: the ratio is exactly 1
                     part = new, old_log_probs[rows], advantages[rows], mask[rows]
                     policy_loss(*part, normalizer=tokens, **clips)[0].backward()
-                with use(model, "critic"):
-                    value = token_scores(model, model.heads["critic"], *inputs)[:, -T - 1 : -1]  # (B, T)
-                    part = value, old_values[rows], returns[rows], mask[rows]
-                    loss, _ = value_loss(*part, cliprange_value=args.cliprange_value, normalizer=tokens)
+            with use(model, "critic"):
+                for rows, *x in shuffled:
+                    new = token_scores(model, model.heads["critic"], *x)[:, -T - 1 : -1]  # (B, T)
+                    values[rows] = new.detach()
+                    part = new, old_values[rows], returns[rows], mask[rows]
+                    loss, _ = value_loss(*part, normalizer=tokens, cliprange_value=args.cliprange_value)
                     (args.vf_coef * loss).backward()
-                log_probs[rows], values[rows] = new.detach(), value.detach()
             # Losses and metrics of the whole batch: no mean of the micro-batches' means.
             policy, metrics = policy_loss(log_probs, old_log_probs, advantages, mask, **clips)
             critic, more = value_loss(values, old_values, returns, mask, cliprange_value=args.cliprange_value)
