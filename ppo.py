@@ -333,7 +333,7 @@ def spread(scores, mask, score_on):
     if score_on == "mean":
         total = torch.where(mask.bool(), scores, 0.0).sum(dim=1, keepdim=True)
         return torch.where(mask.bool(), total / mask.sum(dim=1, keepdim=True).clamp(min=1), 0.0)
-    raise ValueError(f"score_on is {score_on!r}; there are 'last', 'every' and 'mean'")
+    raise ValueError(f"there is no score_on {score_on!r}: 'last', 'every' or 'mean'")
 
 
 def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.0):
@@ -424,9 +424,8 @@ def evaluate(model, tokenizer, args):
 
 def train(model, tokenizer, prompts, args):
     """PPO (InstructGPT, section 3.5). Yields the metrics of a step when the step is done."""
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], args.learning_rate, weight_decay=0
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0)
     clips = {name: getattr(args, name) for name in ("clip_low", "clip_high", "clip_dual")}
     queue = []
     for step in range(1, args.steps + 1):
@@ -488,7 +487,7 @@ def train(model, tokenizer, prompts, args):
             # Losses and metrics of the whole batch: no mean of the micro-batches' means.
             policy, metrics = policy_loss(log_probs, old_log_probs, advantages, mask, **clips)
             critic, more = value_loss(values, old_values, returns, mask, cliprange_value=args.cliprange_value)
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not (policy.isfinite() and critic.isfinite() and grad_norm.isfinite()):
                 raise ArithmeticError(f"step {step}: losses {policy} and {critic}, norm of the gradient {grad_norm}")
             optimizer.step()
@@ -538,13 +537,7 @@ def parse_args(argv):
     add("--lam", type=float, default=0.95, help="lambda of GAE")
     add("--missing-eos-penalty", type=float, default=0.0, help="taken from the reward of an answer without EOS")
     add("--score-on", choices=["last", "every", "mean"], default="last", help="tokens that get a score as reward")
-    args = parser.parse_args(argv)
-    # These may be 0, which check_args does not know.
-    zero = {name: 0.0 for name in ("kl_coef", "lam", "missing_eos_penalty") if getattr(args, name) == 0}
-    for name in zero:
-        delattr(args, name)
-    check_args(args)
-    vars(args).update(zero)
+    args = check_args(parser.parse_args(argv))
     if args.gamma > 1 or args.lam > 1:
         stop("--gamma and --lam must be at most 1")
     if args.clip_dual is not None and args.clip_dual <= 1 + args.clip_high:
@@ -638,8 +631,8 @@ def common_options(**defaults):
 def check_args(args):
     """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
     for name, value in vars(args).items():
-        zero_allowed = name in ("seed", "beta")
-        if isinstance(value, int | float) and not (0 < value < math.inf or zero_allowed and value == 0):
+        zero_allowed = name in ("seed", "beta", "kl_coef", "label_smoothing", "missing_eos_penalty")
+        if type(value) in (int, float) and not (0 < value < math.inf or zero_allowed and value == 0):
             stop(f"--{name.replace('_', '-')} must be {'at least' if zero_allowed else 'above'} 0, not {value}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -725,7 +718,7 @@ def run(args, model, *, records, judge, write, shown):
         p.data.copy_(value)
     curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
     for label, values in curves.items():
-        print(f"{label:>10} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
+        print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
     summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
     summary |= {
         "seconds": time.perf_counter() - start,

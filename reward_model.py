@@ -298,9 +298,8 @@ def train(model, tokenizer, material, made, args):
 
     material: prompts, or with --data the groups of its pairs. made: list to which the groups sampled here are added.
     """
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], args.learning_rate, weight_decay=0
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0)
     queue, samples, pairs = [], 0, 0
     for step in range(1, args.steps + 1):
         while len(queue) < args.prompts_per_step:
@@ -321,7 +320,7 @@ def train(model, tokenizer, material, made, args):
         scores = torch.zeros(0, device=args.device)
         for batch in [ranked] if ranked and args.batching == "mixed" else [[group] for group in ranked]:
             scores = torch.cat([scores, backward(model, tokenizer, batch, args)])
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not (scores.isfinite().all() and grad_norm.isfinite()):
                 raise ArithmeticError(f"step {step}: a score or the gradient is not finite (its norm: {grad_norm})")
             optimizer.step()
@@ -455,8 +454,8 @@ def common_options(**defaults):
 def check_args(args):
     """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
     for name, value in vars(args).items():
-        zero_allowed = name in ("seed", "beta")
-        if isinstance(value, int | float) and not (0 < value < math.inf or zero_allowed and value == 0):
+        zero_allowed = name in ("seed", "beta", "kl_coef", "label_smoothing", "missing_eos_penalty")
+        if type(value) in (int, float) and not (0 < value < math.inf or zero_allowed and value == 0):
             stop(f"--{name.replace('_', '-')} must be {'at least' if zero_allowed else 'above'} 0, not {value}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -614,7 +613,7 @@ def run(args, model, *, records, judge, write, shown):
         p.data.copy_(value)
     curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
     for label, values in curves.items():
-        print(f"{label:>10} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
+        print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
     summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
     summary |= {
         "seconds": time.perf_counter() - start,

@@ -53,7 +53,7 @@ def test_B4_the_three_ways_to_spread_a_score():
     close(ppo.spread(scores, mask, "last"), [6, 4], "last: the score of the whole answer")
     close(ppo.spread(scores, mask, "every"), [[1, 2, 6, 0], [4, 0, 0, 0]], "every: each token its own")
     close(ppo.spread(scores, mask, "mean"), [[3, 3, 3, 0], [4, 0, 0, 0]], "mean: (1 + 2 + 6) / 3 on each token")
-    with pytest.raises(ValueError, match="'last', 'every' and 'mean'"):
+    with pytest.raises(ValueError, match="'last', 'every' or 'mean'"):
         ppo.spread(scores, mask, "first")
     zero = torch.zeros_like(scores)
     rewards = ppo.token_rewards(ppo.spread(scores, mask, "every"), zero, zero, mask)
