@@ -1,0 +1,779 @@
+"""PPO: sample answers, score them with a reward model, make tokens likelier that did better than the critic expected.
+
+    J(theta) = mean over tokens t of  min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    r_t = pi_theta(o_t | ...) / pi_old(o_t | ...)      R_t = [t is the last] score - kl_coef log(pi_old / pi_ref)_t
+    A_t = sum over k of (gamma lam)^k (R_(t+k) + gamma V_(t+k+1) - V_(t+k)), whitened; V = the critic's value
+
+In memory: one model, four roles. The frozen weights with the adapter "actor" are the policy, with "critic" and a head
+the value function, with "reward" and a head the reward model, and without an adapter the reference. Critic and reward
+start as the same reward model; only actor and critic train.
+
+    python ppo.py                           # trains a reward model first if there is none in runs/reward_model
+    python ppo.py --model tiny_llama --reward-model DIR --score-on mean --clip-high 0.28
+
+Left out: several optimizer steps within a pass (so the ratio is 1 in all of the first pass) and a KL coefficient that
+adapts (a fixed one keeps the objective the same from the first step to the last).
+
+PPO (arXiv 1707.06347), GAE (1506.02438), InstructGPT (2203.02155), clip-higher: DAPO (2503.14476), dual clip
+(1912.09729).
+"""
+
+import argparse
+import contextlib
+import copy
+import importlib.util
+import inspect
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
+from transformers.utils import has_file
+
+# ---------------------------------------------------------------- the loss
+
+
+def token_rewards(scores, log_probs, ref_log_probs, mask, kl_coef=0.05):
+    """R_t = score - kl_coef * (log pi - log pi_ref)_t, the score at the last token only: InstructGPT, eq. 2.
+
+    scores: (B,), one an answer, or (B, T), used token by token. log_probs (of the policy that sampled), ref_log_probs,
+    mask: (B, T). Returns (B, T). The KL stands here (k1, which may be negative) and so nowhere in the losses.
+    Shown by B4 in test_losses.py: score 1, mask 1 1 1 0 gives 0 0 1 0; and by B8.
+    """
+    mask = mask.bool()
+    if scores.dim() == 1:
+        scores = torch.where(last_token(mask), scores[:, None], 0.0)
+    return torch.where(mask, scores - kl_coef * (log_probs - ref_log_probs), 0.0)
+
+
+def last_token(mask):
+    """True at the last 1 of each row, and nowhere else: (B, T) -> (B, T)."""
+    mask = mask.bool()
+    return mask & (mask.flip(1).cumsum(dim=1).flip(1) == 1)
+
+
+def last_token_scores(token_scores, attention_mask):
+    """The score at each row's last real token, which alone has seen the whole answer: (B, L), (B, L) -> (B,).
+
+    The mask finds it, not the token ids, and by position, not by count: right for padding on either side or both, and
+    where pad == EOS. A row without a real token gets 0.
+    Shown by B4 and B6 in test_losses.py.
+    """
+    return torch.where(last_token(attention_mask), token_scores, 0.0).sum(dim=1)
+
+
+def gae(rewards, values, mask, gamma=1.0, lam=0.95):
+    """A_t = delta_t + gamma lam A_(t+1), delta_t = R_t + gamma V_(t+1) - V_t: GAE, eq. 16. Returns (A, A + V).
+
+    rewards, values, mask: (B, T); values[:, t] is the value of the text before token t. Both results are (B, T).
+    The end of an answer is terminal: nothing comes behind its last token. Masked places are skipped, holes too.
+    lam = 0 trusts the critic one token ahead, lam = 1 only the rewards. Above 0 a reward at the end reaches all tokens.
+    Shown by B11 in test_losses.py: rewards 0 0 1, values 0.5 give 0.45125 0.475 0.5.
+    """
+    mask = mask.bool()
+    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
+    advantages, advantage, next_value = [], 0.0, 0.0
+    for t in reversed(range(mask.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # (B,)
+        advantage = torch.where(mask[:, t], delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages.append(advantage)
+    advantages = torch.where(mask, torch.stack(advantages[::-1], dim=1), 0.0)
+    return advantages, advantages + values
+
+
+def whiten(x, mask):
+    """(x - mean) / sqrt(variance + 1e-8) over the true places of mask, 0 elsewhere: (B, T), (B, T) -> (B, T).
+
+    The sample variance (n - 1). One element, or equal ones, give exactly 0.
+    Shown by B12 in test_losses.py: 1 2 3 gives -1 0 1.
+    """
+    mask = mask.bool()
+    kept = x[mask]  # (n,)
+    varies = mask & ~(kept == kept[:1]).all()  # the mean of equal numbers may be off by a rounding error
+    centred = torch.where(mask, torch.where(mask, x, 0.0) - kept.sum() / max(len(kept), 1), 0.0)
+    variance = centred.square().sum() / max(len(kept) - 1, 1)
+    return torch.where(varies, centred * (variance + 1e-8).rsqrt(), 0.0)
+
+
+def policy_loss(log_probs, old_log_probs, advantages, mask, *, clip_low=0.2, clip_high=0.2, clip_dual=3.0,
+                normalizer=None):  # fmt: skip
+    """-J of the module docstring: PPO, eq. 7, a mean over all tokens. Returns (loss, metrics).
+
+    log_probs (pi_theta), old_log_probs (pi_old), advantages, mask: (B, T). What stands under 0 has no influence.
+    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+    clip_dual: bound on the ratio where the advantage is negative, above 1 + clip_high: there the loss is at most
+        -clip_dual * advantage. None = no bound.
+    normalizer: the number of tokens of the whole batch, where this is one piece of it.
+    metrics: approx_kl, clip_ratio/low_mean, /high_mean, /dual_mean: shares of tokens whose gradient the clip took away.
+    Shown by B9 in test_losses.py: A = -1, ratio 10 gives 3 without gradient; A = 1, ratio 1.5, high 0.28 gives -1.28.
+    """
+    mask = mask.bool()
+    log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)  # masked before exp: NaN x 0 is NaN
+    advantages = torch.where(mask, advantages, 0.0)
+    ratio = log_ratio.clamp(-20, 20).exp()
+    low, high, bound = 1 - clip_low, 1 + clip_high, math.inf if clip_dual is None else clip_dual
+    bounded = torch.where(advantages < 0, ratio.clamp(max=bound), ratio)
+    objective = torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)  # (B, T), 0 under mask 0
+    metrics = {
+        "approx_kl": masked_mean(-log_ratio.detach(), mask),
+        "clip_ratio/low_mean": masked_mean((ratio < low) & (advantages < 0), mask),
+        "clip_ratio/high_mean": masked_mean((ratio > high) & (advantages > 0), mask),
+        "clip_ratio/dual_mean": masked_mean((ratio > bound) & (advantages < 0), mask),
+    }
+    return -objective.sum() / (mask.sum().clamp(min=1) if normalizer is None else normalizer), metrics
+
+
+def value_loss(values, old_values, returns, mask, *, cliprange_value=0.2, normalizer=None):
+    """0.5 * mean of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). Returns (loss, metrics).
+
+    values (of the critic in training), old_values (when the answers were sampled), returns, mask: (B, T).
+    c = cliprange_value. The larger square counts, so a value that has come more than c nearer to its return gets no
+    gradient. Source: OpenAI's baselines, ppo2.
+    normalizer: as in policy_loss. metrics: vf_clip_ratio, the share of tokens where the clipped square is the larger.
+    Shown by B10 in test_losses.py: V_old 0, V 1, R 2, c 0.2 gives 1.62.
+    """
+    mask = mask.bool()
+    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
+    clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    square, clipped_square = (values - returns).square(), (clipped - returns).square()
+    total = 0.5 * torch.max(square, clipped_square).sum()
+    metrics = {"vf_clip_ratio": masked_mean(clipped_square > square, mask)}
+    return total / (mask.sum().clamp(min=1) if normalizer is None else normalizer), metrics
+
+
+def masked_mean(x, mask):
+    """Mean of x over the true places of mask, of the same shape (or broadcast to it); 0 if there are none."""
+    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+# ---------------------------------------------------------------- the task: cheerful stories
+
+OPENINGS = ["Once upon a time there was a {} who", "One day a {} went to the park and", "Every morning the {}"]
+OPENINGS += ["The {} looked out of the window and", "In the forest there lived a {} that", "When the {} came home, it"]
+HEROES = "little cat, old bear, young girl, small bird, brave mouse, tired farmer, white duck, quiet boy".split(", ")
+PROMPTS = [opening.format(hero) for opening in OPENINGS for hero in HEROES]
+HELD_OUT_PROMPTS = ["The quick brown fox jumped over the", "Once upon a time there was an old woman who"]
+HELD_OUT_PROMPTS += ["The young king sat down by the river and", "It was a dark night and the little train"]
+HELD_OUT_PROMPTS += [opening.format(hero) for opening in OPENINGS for hero in ("little dog", "grey rabbit")]
+
+# A family a word: "happy" and "happily" count once.
+CHEERFUL = """happy/happily/happiness/happier/happiest glad/gladly joy/joyful/joyfully cheerful/cheer/cheered/cheerfully
+smile/smiles/smiled/smiling laugh/laughs/laughed/laughing/laughter love/loves/loved/loving/lovely fun/funny
+play/plays/played/playing/playful friend/friends/friendly/friendship kind/kindly/kindness nice/nicely bright/brightly
+sunny/sunshine warm/warmly/warmth beautiful/beautifully wonderful/wonderfully great good/best sing/sings/sang/singing
+dance/dances/danced/dancing hug/hugs/hugged/hugging gift/gifts/present/presents proud/proudly excited/exciting/excitedly
+delight/delighted/delightful safe/safely sweet/sweetly giggle/giggled/giggling grateful/thankful magic/magical"""
+GLOOMY = """sad/sadly/sadness/sadder cry/cries/cried/crying tear/tears scared/scary afraid/fear/fearful/frightened
+lost/lose/loses/losing dark/darkness cold alone/lonely/loneliness angry/angrily/anger hurt/hurts/hurting/pain/painful
+bad/badly/worse/worst sick/ill dead/die/dies/died/death hate/hates/hated sorry worry/worries/worried tired hungry
+broken/break/breaks/broke terrible/horrible/awful mean/cruel danger/dangerous poor gloomy/grumpy ugly wrong"""
+CHEERFUL, GLOOMY = (
+    {word: family for family in words.split() for word in family.split("/")} for words in (CHEERFUL, GLOOMY)
+)
+
+
+def happiness(text):
+    """(cheerful families in the text - gloomy ones) / 3, kept within [-1, 1]: the rule that judges a completion.
+
+    Families are counted once, so "happy happy happy" is worth no more than "happy"; three are enough, so a list of
+    cheerful words is worth no more than a sentence with three of them.
+    """
+    words = re.findall(r"[a-z]+", text.lower())
+    cheerful = {CHEERFUL[word] for word in words if word in CHEERFUL}
+    gloomy = {GLOOMY[word] for word in words if word in GLOOMY}
+    return max(-1.0, min(1.0, (len(cheerful) - len(gloomy)) / 3))
+
+
+# ---------------------------------------------------------------- model and sampling
+
+# transformers 5 renamed the keyword past_key_values.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def load(args):
+    """The (model, tokenizer) that args.model names: a folder, or a name in the cache or on the hub.
+
+    No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    def read(name, **where):
+        path = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **where)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, use_safetensors=True, **where), tokenizer
+
+    name = args.model or "babylm/babyllama-100m-2024"
+    try:
+        try:
+            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: the hub is not asked
+        except OSError:
+            if Path(name).exists() or name == "tiny_llama":
+                raise
+            if hub_has(name):
+                model, tokenizer = read(name)
+            elif args.model:
+                raise OSError("it is no folder, not in the cache, and the hub has none or cannot be reached") from None
+            else:
+                print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
+                model, tokenizer = read(name := "tiny_llama", local_files_only=True)
+    except Exception as error:  # whatever the libraries raise over a wrong name or a broken file
+        stop(f"the model {name!r} cannot be loaded: {(str(error) or repr(error)).strip().splitlines()[0]}")
+    if tokenizer.eos_token_id is None:
+        stop(f"the tokenizer of {name!r} has no end-of-text token, so no completion could end")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    layers = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "weight", None) is not None}
+    for target in set(args.lora_targets) - layers:
+        stop(f"--lora-targets {target}: no layer of the model has this name, but {', '.join(sorted(layers))}")
+    args.model = name
+    return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
+
+
+def hub_has(name):
+    """Whether the hub has the model; False if it does not answer in 8 s. (from_pretrained would retry for a minute.)"""
+    answer = []
+
+    def ask():
+        with contextlib.suppress(Exception):
+            answer.append(has_file(name, "config.json"))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout=8)
+    return answer == [True]
+
+
+def add_reward_model(model, folder, args):
+    """Give the model the adapters "reward" and "critic" and a head for each, all from the folder of reward_model.py."""
+    again = f"train one with: python reward_model.py --model {args.model} --out DIR"
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            stop(f"--reward-model {folder} has no {name}; {again}")
+    try:
+        config, weights = LoraConfig.from_pretrained(str(folder)), load_peft_weights(str(folder), device="cpu")
+    except Exception as error:  # whatever the libraries raise over a broken file
+        stop(f"--reward-model {folder} cannot be read: {(str(error) or repr(error)).splitlines()[0]}; {again}")
+    base, own = (Path(name).resolve() for name in (config.base_model_name_or_path or "none", model.name_or_path))
+    if base != own:
+        stop(f"--reward-model {folder} was made for {config.base_model_name_or_path}, not {args.model}; {again}")
+    head = weights.pop("base_model.model.score.weight", None)  # (1, H)
+    if head is None or head.shape != (1, model.config.hidden_size):
+        stop(f"--reward-model {folder} has no head with one score (score.weight); {again}")
+    model.heads = torch.nn.ModuleDict()
+    config.task_type, config.modules_to_save = "CAUSAL_LM", None  # the head is not peft's any more
+    for name in ("reward", "critic"):
+        try:
+            model.add_adapter(name, copy.deepcopy(config))
+            unused = set_peft_model_state_dict(model, weights, adapter_name=name).unexpected_keys
+        except (RuntimeError, ValueError) as error:
+            unused = [str(error).splitlines()[0]]
+        if unused:
+            stop(f"--reward-model {folder} does not fit {args.model}: {unused[0]}; {again}")
+        model.heads[name] = torch.nn.Linear(head.shape[1], 1, bias=False, device=args.device)  # float32
+        model.heads[name].weight.data.copy_(head)
+    for name, p in model.named_parameters():  # decided once; see use()
+        p.requires_grad_("actor" in name.split(".") or "critic" in name.split("."))
+
+
+@contextlib.contextmanager
+def use(model, adapter):
+    """Let the model be "actor", "critic" or "reward", or with None the reference, which has no adapter.
+
+    peft's switches also turn requires_grad on and off; here each parameter keeps what it has.
+    """
+    before, trains = model.active_adapter, [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        model.set_adapter(adapter or before)
+        with contextlib.nullcontext() if adapter else model.disable_adapter():
+            for p, requires_grad in trains:
+                p.requires_grad_(requires_grad)
+            yield
+    finally:
+        model.set_adapter(before)
+        for p, requires_grad in trains:
+            p.requires_grad_(requires_grad)
+
+
+def token_scores(model, head, input_ids, attention_mask):
+    """A head on the last hidden states: one score at each token, (B, L), (B, L) -> (B, L), float32.
+
+    model: the peft model, whose active adapter is used; no logits are computed.
+    """
+    backbone = model.get_base_model().base_model
+    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    return head(backbone(**inputs, use_cache=False).last_hidden_state.float()).squeeze(-1)
+
+
+def spread(scores, mask, score_on):
+    """What of the reward model's scores at the T tokens is rewarded, and where: for token_rewards.
+
+    scores, mask: (B, T). score_on: "last" gives (B,), the score of the whole answer, the only one the reward model was
+    trained on; "every" gives (B, T), each token its own; "mean" gives (B, T), each token the mean of its answer's.
+    Shown by B4 in test_losses.py.
+    """
+    if score_on == "last":
+        return last_token_scores(scores, mask)
+    if score_on == "every":
+        return torch.where(mask.bool(), scores, 0.0)
+    if score_on == "mean":
+        total = torch.where(mask.bool(), scores, 0.0).sum(dim=1, keepdim=True)
+        return torch.where(mask.bool(), total / mask.sum(dim=1, keepdim=True).clamp(min=1), 0.0)
+    raise ValueError(f"there is no score_on {score_on!r}: 'last', 'every' or 'mean'")
+
+
+def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.0):
+    """Log-probs of the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens, float32.
+
+    The logits at position t predict token t + 1, so they are read one position earlier. They are divided by the
+    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0.
+    Shown by A6 and A7 in test_losses.py.
+    """
+    used = attention_mask.any(dim=0)  # (L,)
+    behind = int((~used[-num_tokens:]).sum())  # columns behind the longest completion
+    input_ids, attention_mask, num_tokens = input_ids[:, used], attention_mask[:, used], num_tokens - behind
+    logits = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        use_cache=False,
+        logits_to_keep=num_tokens + 1,  # no logits for the prompt
+    ).logits[:, :-1]  # (B, T, V)
+    logits = logits if temperature == 1 else logits / temperature
+    targets = input_ids[:, -num_tokens:]  # (B, T)
+    log_probs = -F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
+    return F.pad(log_probs, (0, behind))
+
+
+def completion_mask(completion_ids, eos_token_id):
+    """1 up to each row's first EOS, that one included, 0 behind it: (B, T) -> (B, T). Right also where pad == EOS."""
+    is_eos = (completion_ids == eos_token_id).long()
+    return (is_eos.cumsum(dim=1) - is_eos == 0).long()
+
+
+@torch.no_grad()
+def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature=1.0, eos_token_id, pad_token_id):
+    """Sample a completion to each left-padded prompt: (B, P), (B, P) -> (B, T), padded behind the EOS.
+
+    Plain sampling from the softmax: with top-k or top-p the tokens would come from another distribution than the one
+    whose log-probs are trained.
+    """
+    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+    ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
+    completion, done = [], torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # done: (B, 1)
+    while len(completion) < max_completion_length and not done.all():
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **keywords).logits[:, -1]  # (B, V)
+        # Where a uniform number falls in the cumulative sum: torch.multinomial's draw in a fraction of its time.
+        cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
+        u = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
+        ids = torch.searchsorted(cumulative, u, right=True).clamp(max=logits.shape[1] - 1)  # the action: (B, 1)
+        ids = ids.masked_fill(done, pad_token_id)
+        done = done | (ids == eos_token_id)
+        completion.append(ids)
+        mask, position = torch.cat([mask, torch.ones_like(ids)], dim=1), position[:, -1:] + 1
+    return torch.cat(completion, dim=1)
+
+
+def complete(model, tokenizer, prompts, args):
+    """Sample one completion a prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
+    prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
+    options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
+    options["pad_token_id"] = tokenizer.pad_token_id
+    ids = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
+    mask = completion_mask(ids, tokenizer.eos_token_id)
+    texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, mask.sum(dim=1), strict=True)]
+    return torch.cat([prompt.input_ids, ids], 1), torch.cat([prompt.attention_mask, mask], 1), mask, texts
+
+
+@torch.no_grad()
+def evaluate(model, tokenizer, args):
+    """16 answers to each of the 16 held-out prompts: their happiness and, in nats a token, their KL to the reference.
+
+    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]).
+    """
+    texts, kl = [], []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same draws before and after, whatever --seed
+        for _ in range(8):
+            ids, attention_mask, mask, answers = complete(model, tokenizer, HELD_OUT_PROMPTS * 2, args)
+            texts += answers
+            log_ratio = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
+            with model.disable_adapter():
+                log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
+            kl.append(log_ratio[mask.bool()])
+    estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
+    return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(model, tokenizer, prompts, args):
+    """PPO (InstructGPT, section 3.5). Yields the metrics of a step when the step is done."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0)
+    clips = {name: getattr(args, name) for name in ("clip_low", "clip_high", "clip_dual")}
+    queue = []
+    for step in range(1, args.steps + 1):
+        # 1. Sample: one answer to each prompt. No labels are needed.
+        while len(queue) < args.prompts_per_step:
+            queue += [prompts[i] for i in torch.randperm(len(prompts))]
+        batch, queue = queue[: args.prompts_per_step], queue[args.prompts_per_step :]
+        with use(model, "actor"):
+            ids, attention_mask, mask, texts = complete(model, tokenizer, batch, args)  # (N, L), (N, L), (N, T)
+        T, tokens = mask.shape[1], mask.sum()
+        pieces = mask.sum(dim=1).argsort().split(args.micro_batch_size)  # rows of like length: little padding
+
+        # 2. Each of the four models reads the answers once. A token's value is read where its log-prob is: one earlier.
+        batches = [(rows, ids[rows], attention_mask[rows]) for rows in pieces]
+        scores, old_values, old_log_probs, ref_log_probs = torch.zeros(4, *mask.shape, device=args.device)
+        with torch.no_grad():
+            with use(model, "reward"):
+                for rows, *x in batches:
+                    scores[rows] = token_scores(model, model.heads["reward"], *x)[:, -T:]
+            with use(model, "critic"):
+                for rows, *x in batches:
+                    old_values[rows] = token_scores(model, model.heads["critic"], *x)[:, -T - 1 : -1]
+            with use(model, "actor"):
+                for rows, *x in batches:
+                    old_log_probs[rows] = token_log_probs(model, *x, T, args.temperature)
+            with use(model, None):
+                for rows, *x in batches:
+                    ref_log_probs[rows] = token_log_probs(model, *x, T, args.temperature)
+
+        # 3. Rewards: the score, less the KL token by token, less a penalty at the end of an answer that was cut off.
+        score = torch.tensor(checked(last_token_scores(scores, mask), texts, step))  # (N,)
+        rewards = token_rewards(spread(scores, mask, args.score_on), old_log_probs, ref_log_probs, mask, args.kl_coef)
+        cut_off = ~(ids[:, -T:] == tokenizer.eos_token_id).any(dim=1)  # (N,)
+        rewards -= args.missing_eos_penalty * (last_token(mask) & cut_off[:, None])
+
+        # 4. Advantages: how much better than the critic expected did it go from here on?
+        raw_advantages, returns = gae(rewards, old_values, mask, args.gamma, args.lam)
+        advantages = whiten(raw_advantages, mask)
+
+        # 5. Update: num_ppo_epochs passes over the same answers, each of them one optimizer step.
+        for epoch in range(args.num_ppo_epochs):
+            log_probs, values = torch.zeros(2, *mask.shape, device=args.device)
+            shuffled = [batches[i] for i in torch.randperm(len(batches))]
+            with use(model, "actor"):
+                for rows, *x in shuffled:
+                    new = token_log_probs(model, *x, T, args.temperature)  # (B, T)
+                    log_probs[rows] = new.detach()
+                    if epoch == 0:
+                        old_log_probs[rows] = new.detach()  # to the last bit: the ratio is exactly 1
+                    part = new, old_log_probs[rows], advantages[rows], mask[rows]
+                    policy_loss(*part, normalizer=tokens, **clips)[0].backward()
+            with use(model, "critic"):
+                for rows, *x in shuffled:
+                    new = token_scores(model, model.heads["critic"], *x)[:, -T - 1 : -1]  # (B, T)
+                    values[rows] = new.detach()
+                    part = new, old_values[rows], returns[rows], mask[rows]
+                    loss, _ = value_loss(*part, normalizer=tokens, cliprange_value=args.cliprange_value)
+                    (args.vf_coef * loss).backward()
+            # Losses and metrics of the whole batch: no mean of the micro-batches' means.
+            policy, metrics = policy_loss(log_probs, old_log_probs, advantages, mask, **clips)
+            critic, more = value_loss(values, old_values, returns, mask, cliprange_value=args.cliprange_value)
+            grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            if not (policy.isfinite() and critic.isfinite() and grad_norm.isfinite()):
+                raise ArithmeticError(f"step {step}: losses {policy} and {critic}, norm of the gradient {grad_norm}")
+            optimizer.step()
+            optimizer.zero_grad()
+
+        # 6. Report.
+        kept = mask.bool()
+        unexplained = raw_advantages[kept].var() / returns[kept].var().clamp(min=1e-8)  # advantage = return - value
+        metrics |= more | {"loss/policy": policy, "loss/value": critic, "grad_norm": grad_norm, "score": score.mean()}
+        metrics |= {"happiness": sum(map(happiness, texts)) / len(texts), "explained_variance": 1 - unexplained}
+        metrics["kl"] = masked_mean(old_log_probs - ref_log_probs, kept)
+        metrics["entropy"] = masked_mean(-old_log_probs, kept)
+        metrics["completions/mean_length"] = mask.sum(dim=1).float().mean()
+        metrics["completions/clipped_ratio"] = cut_off.float().mean()
+        yield {"step": step, "samples": step * len(ids), **metrics}
+
+
+def checked(rewards, completions, step):
+    """The rewards as floats. ArithmeticError unless they are one finite number a completion."""
+    rewards = rewards.tolist() if isinstance(rewards, torch.Tensor) else rewards
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(completions):
+        got = f"{len(rewards)} values" if isinstance(rewards, list | tuple) else repr(rewards)
+        raise ArithmeticError(f"step {step}: the reward returned {got} for {len(completions)} completions")
+    for i, value in enumerate(rewards):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ArithmeticError(f"step {step}: the reward of completion {i} is {value!r}: {completions[i]!r}")
+    return [float(value) for value in rewards]
+
+
+# ---------------------------------------------------------------- command line and files
+
+
+def parse_args(argv):
+    parser = common_options(steps=60, learning_rate=1e-3)
+    add = parser.add_argument
+    add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one a line")
+    add("--reward-model", type=Path, help="folder that reward_model.py has written; default: runs/reward_model")
+    add("--prompts-per-step", type=int, default=64, help="prompts in a batch, with one answer each")
+    add("--num-ppo-epochs", type=int, default=4, help="passes over each batch of answers")
+    add("--kl-coef", type=float, default=0.05, help="weight of the KL in the reward")
+    add("--clip-low", type=float, default=0.2, help="clip range of the ratio below 1")
+    add("--clip-high", type=float, default=0.2, help="clip range of the ratio above 1 (DAPO: 0.28)")
+    add("--clip-dual", type=number_or_none, default=3.0, help="bound on the ratio for negative advantages; none = none")
+    add("--cliprange-value", type=float, default=0.2, help="clip range of the value around the old one")
+    add("--vf-coef", type=float, default=0.1, help="weight of the value loss")
+    add("--gamma", type=float, default=1.0, help="discount a token")
+    add("--lam", type=float, default=0.95, help="lambda of GAE")
+    add("--missing-eos-penalty", type=float, default=0.0, help="taken from the reward of an answer without EOS")
+    add("--score-on", choices=["last", "every", "mean"], default="last", help="tokens that get a score as reward")
+    args = check_args(parser.parse_args(argv))
+    if args.gamma > 1 or args.lam > 1:
+        stop("--gamma and --lam must be at most 1")
+    if args.clip_dual is not None and args.clip_dual <= 1 + args.clip_high:
+        stop(f"--clip-dual must be above 1 + clip-high = {1 + args.clip_high}, not {args.clip_dual}")
+    return args
+
+
+def main(argv=None):
+    """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
+    args = parse_args(argv)
+    prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
+    folder = args.reward_model or Path("runs") / "reward_model"
+    if not args.reward_model and not folder.exists():
+        train_reward_model(folder, args)
+    model, tokenizer = load(args)
+    check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
+    config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config, adapter_name="actor").eval()  # its B is 0: actor and reference are one
+    add_reward_model(model, folder, args)
+
+    def judge():
+        with use(model, "actor"):
+            return evaluate(model, tokenizer, args)
+
+    def write(folder):
+        model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=["actor"])
+        for file in (folder / "actor").iterdir():  # peft gives an adapter with a name a folder of its own
+            file.rename(folder / file.name)
+        (folder / "actor").rmdir()
+
+    return run(
+        args,
+        model,
+        records=train(model, tokenizer, prompts, args),
+        judge=judge,
+        write=write,
+        shown={"score": "score", "happiness": "happiness", "kl": "kl", "clip": "clip_ratio/high_mean"},
+    )
+
+
+def train_reward_model(folder, args):
+    """Run reward_model.py, which stands beside this file, with the same model and seed."""
+    print(f"There is no reward model in {folder}: training one with reward_model.py.", flush=True)
+    script = Path(__file__).with_name("reward_model.py")
+    if not script.exists():
+        stop(f"{script} is missing: name a folder that it has written with --reward-model")
+    options = {"--out": folder, "--model": args.model, "--prompts": args.prompts, "--device": args.device}
+    options |= {"--seed": args.seed, "--dtype": str(args.dtype)[6:], "--temperature": args.temperature}
+    options |= {"--max-completion-length": args.max_completion_length}
+    command = [sys.executable, script, "--lora-targets", *args.lora_targets]
+    command += [x for option in options.items() if option[1] is not None for x in option]
+    try:
+        status = subprocess.run([str(x) for x in command], check=False).returncode
+    except KeyboardInterrupt:
+        stop("interrupted", 130)
+    if status:
+        raise SystemExit(status)  # it has said why
+
+
+def stop(sentence, status=2):
+    """End the script with one sentence on stderr: a mistake by the user has exit status 2."""
+    print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def number_or_none(text):
+    """An argparse type: a number, or None for "none"."""
+    return None if text.lower() == "none" else float(text)
+
+
+def common_options(**defaults):
+    """A parser with the options that all four scripts have."""
+    kind = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **kind)
+    parser.error, add = stop, parser.add_argument
+    add("--model", help="name on the hub or folder of a causal language model; tiny_llama is the embedded one")
+    add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="names of the layers that get an adapter")
+    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results")
+    add("--steps", type=int, help="training steps")
+    add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
+    add("--device", default="auto", help="auto, cpu, cuda, ...")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the frozen weights")
+    add("--learning-rate", type=float, help="of AdamW, constant")
+    add("--max-completion-length", type=int, default=32, help="tokens a completion may have")
+    add("--micro-batch-size", type=int, default=16, help="sequences in a forward and backward pass")
+    add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def check_args(args):
+    """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
+    for name, value in vars(args).items():
+        zero_allowed = name in ("seed", "beta", "kl_coef", "label_smoothing", "missing_eos_penalty")
+        if type(value) in (int, float) and not (0 < value < math.inf or zero_allowed and value == 0):
+            stop(f"--{name.replace('_', '-')} must be {'at least' if zero_allowed else 'above'} 0, not {value}")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        args.device = torch.empty(0, device=args.device).device
+    except (RuntimeError, AssertionError) as error:
+        stop(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}")
+    if args.dtype == "auto":
+        bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
+        args.dtype = "bfloat16" if bf16 else "float32"
+    args.dtype = getattr(torch, args.dtype)
+    if args.out.exists() and not (args.out / "summary.json").exists():
+        stop(f"--out {args.out} is there and is no earlier result: name another folder")
+    try:
+        args.out.with_name(args.out.name + ".new").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"--out {args.out} cannot be written: {error.strerror}")
+    torch.manual_seed(args.seed)
+    return args
+
+
+def read_prompts(path):
+    """The lines of a UTF-8 file that are not blank."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        stop(f"--prompts {path} cannot be read: {error}")
+    return [line for line in lines if line] or stop(f"--prompts {path} has no line that is not blank")
+
+
+def check_context(model, tokenizer, prompts, args):
+    """Refuse prompts that leave no room for a completion in the model's context."""
+    length = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids)
+    context = getattr(model.config, "max_position_embeddings", math.inf)
+    if length + args.max_completion_length > context:
+        stop(
+            f"{length} tokens of prompt and {args.max_completion_length} of completion exceed the context of {context}"
+        )
+
+
+def estimate(values):
+    """{"mean", "standard_error", "n"} of some numbers."""
+    values = torch.tensor(list(values), dtype=torch.float64)
+    return {"mean": values.mean().item(), "standard_error": values.std().item() / len(values) ** 0.5, "n": len(values)}
+
+
+def run(args, model, *, records, judge, write, shown):
+    """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
+
+    Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
+    """
+    start, history, summary, stopped = time.perf_counter(), [], {}, None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
+    print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
+
+    def held_out(when):
+        estimates, texts = judge()
+        for name, value in estimates.items():
+            print(f"held-out {name} {when}: {value['mean']:.3f} ± {value['standard_error']:.3f}")
+            summary[f"{name}_{when}"] = value
+        return texts
+
+    try:
+        texts_before = held_out("before")
+        with tqdm(total=args.steps, unit="step") as bar:
+            for record in records:
+                history.append({name: round(float(value), 6) for name, value in record.items()})
+                good = [p.detach().clone() for p in trained]
+                bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
+                bar.update()
+        texts_after = held_out("after")
+        for (prompt, old), (_, new) in list(zip(texts_before, texts_after, strict=True))[:2]:
+            print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
+        stopped = "interrupted"
+    except ArithmeticError as error:
+        stopped = str(error)
+    if not history:
+        stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
+    for p, value in zip(trained, good, strict=True):
+        p.data.copy_(value)
+    curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
+    for label, values in curves.items():
+        print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
+    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
+    summary |= {
+        "seconds": time.perf_counter() - start,
+        "peak_memory_mb": peak_memory_mb(args.device),
+        "stopped": stopped,
+    }
+    save(args.out, write, history, summary, curves)
+    print(f"saved in {args.out}")
+    if stopped:
+        stop(f"{stopped}; what is saved are the weights of step {len(history)}", 130 if stopped == "interrupted" else 2)
+    return summary
+
+
+def save(out, write, history, summary, curves):
+    """Write everything beside the folder `out`, then rename: it holds the old result or the new one, never half."""
+    new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    write(new)
+    (new / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history), encoding="utf-8")
+    (new / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+    if importlib.util.find_spec("matplotlib"):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 2 * len(curves)), layout="constrained")
+        for axes, (label, values) in zip(figure.subplots(len(curves), squeeze=False).flat, curves.items(), strict=True):
+            axes.plot(range(1, len(values) + 1), values)
+            axes.set(xlabel="step", ylabel=label)
+        figure.savefig(new / "curves.png")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sparkline(values, width=60):
+    """The values as a row of bars, each the mean of its share of them."""
+    width = min(width, len(values))
+    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    means = [sum(part) / len(part) for part in parts]
+    low, span = min(means), max(means) - min(means) or 1
+    return "".join("▁▂▃▄▅▆▇█"[int((mean - low) / span * 7.99)] for mean in means)
+
+
+def peak_memory_mb(device):
+    """The most memory that tensors on the GPU, or else this process, have held; None on Windows."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if not importlib.util.find_spec("resource"):
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+if __name__ == "__main__":
+    main()
