@@ -347,12 +347,12 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
     behind = int((~used[-num_tokens:]).sum())  # columns behind the longest completion
     input_ids, attention_mask, num_tokens = input_ids[:, used], attention_mask[:, used], num_tokens - behind
     logits = model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        input_ids=input_ids[:, :-1],  # what would follow the last token, nobody asks
+        attention_mask=attention_mask[:, :-1],
+        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
         use_cache=False,
-        logits_to_keep=num_tokens + 1,  # no logits for the prompt
-    ).logits[:, :-1]  # (B, T, V)
+        logits_to_keep=num_tokens,  # no logits for the prompt
+    ).logits  # (B, T, V)
     logits = logits if temperature == 1 else logits / temperature
     targets = input_ids[:, -num_tokens:]  # (B, T)
     log_probs = -F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
@@ -631,7 +631,7 @@ def common_options(**defaults):
 def check_args(args):
     """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
     for name, value in vars(args).items():
-        zero_allowed = name in ("seed", "beta", "kl_coef", "label_smoothing", "missing_eos_penalty")
+        zero_allowed = name in ("seed", "beta", "kl_coef", "lam", "label_smoothing", "missing_eos_penalty")
         if type(value) in (int, float) and not (0 < value < math.inf or zero_allowed and value == 0):
             stop(f"--{name.replace('_', '-')} must be {'at least' if zero_allowed else 'above'} 0, not {value}")
     if args.device == "auto":

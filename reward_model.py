@@ -454,7 +454,7 @@ def common_options(**defaults):
 def check_args(args):
     """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
     for name, value in vars(args).items():
-        zero_allowed = name in ("seed", "beta", "kl_coef", "label_smoothing", "missing_eos_penalty")
+        zero_allowed = name in ("seed", "beta", "kl_coef", "lam", "label_smoothing", "missing_eos_penalty")
         if type(value) in (int, float) and not (0 < value < math.inf or zero_allowed and value == 0):
             stop(f"--{name.replace('_', '-')} must be {'at least' if zero_allowed else 'above'} 0, not {value}")
     if args.device == "auto":

@@ -25,7 +25,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import dpo
 import grpo
+import ppo
+import reward_model
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = [
@@ -844,6 +847,1330 @@ def test_without_a_network_the_default_is_the_cached_model_or_tiny_llama_and_soo
     assert "hub cannot be reached" in first and "tiny_llama" in first, "the first line of output says so"
     assert last.split()[0] == "tiny_llama" and float(last.split()[1]) < 20, "within 20 s"
     assert full.split()[0] == "babylm/babyllama-100m-2024", f"a cached model is used: {full} {errors}"
+
+
+# ================================================================ dpo.py
+
+LOSSES = ["sigmoid", "robust", "exo_pair", "hinge", "ipo", "bco_pair", "sppo_hard", "nca_pair", "aot_pair", "aot"]
+LOSSES += ["apo_zero", "apo_down", "discopop"]
+DIVERGENCES = ["reverse_kl", "js_divergence", "alpha_divergence"]
+
+
+def dpo_grads(chosen, rejected, ref_chosen, ref_rejected, **options):
+    """(losses, gradient of their mean to chosen, to rejected), in float64."""
+    chosen, rejected, *ref = (
+        torch.tensor(x, dtype=torch.float64) for x in (chosen, rejected, ref_chosen, ref_rejected)
+    )
+    losses, _, _ = dpo.dpo_loss(chosen.requires_grad_(), rejected.requires_grad_(), *ref, **options)
+    losses.mean().backward()
+    return losses.detach(), chosen.grad, rejected.grad
+
+
+def dpo_options(**changes):
+    values = dict(device=torch.device("cpu"), temperature=1.0, micro_batch_size=64, prompts_per_step=5, steps=1)
+    values |= dict(learning_rate=0.1, beta=0.1, loss_type="sigmoid", label_smoothing=None, reference_free=None)
+    return SimpleNamespace(**(values | dict(f_divergence_type="reverse_kl") | changes))
+
+
+@pytest.fixture
+def adapted(tiny):
+    """tiny_llama with an adapter that is off zero, so that policy and reference differ."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny[0], config).eval()
+    yield model
+    model.unload()
+
+
+PAIRS = [
+    {
+        "prompt": "Once upon a time there was a little cat who",
+        "chosen": " was happy.",
+        "rejected": " was sad and cold.",
+    },
+    {"prompt": "The old bear", "chosen": " loved to sing and dance with his good friends.", "rejected": " cried."},
+    {"prompt": "One day a young girl", "chosen": " smiled.", "rejected": " fell into the dark, cold river."},
+    {"prompt": "Every morning the tired farmer went out and", "chosen": " laughed.", "rejected": " was hurt."},
+    {"prompt": "In the forest", "chosen": " it was warm.", "rejected": " it was dark and there was no one at all."},
+]
+
+
+# ---------------------------------------------------------------- sequence_log_probs
+
+
+def test_B14_a_sequences_log_prob_is_the_sum_over_its_mask_and_ipos_is_the_mean():
+    log_probs = torch.tensor([[-1.0, -2.0, -4.0], [-3.0, -9.0, -9.0], [-7.0, -7.0, -7.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    # -1 - 2 - 4 = -7, / 3 = -2.333333; one token: -3 either way; no token: 0
+    assert dpo.sequence_log_probs(log_probs, mask).tolist() == [-7, -3, 0], (
+        "a sequence's log-prob is the sum over its mask"
+    )
+    mean = dpo.sequence_log_probs(log_probs, mask, average=True)
+    assert torch.allclose(mean, torch.tensor([-7 / 3, -3, 0])), "average divides by the number of tokens, not by T"
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e4])
+@pytest.mark.parametrize("average", [False, True])
+def test_what_stands_under_mask_0_has_no_influence_on_value_or_gradient(garbage, average):
+    log_probs = torch.tensor([[-1.0, garbage, -2.0], [garbage] * 3], requires_grad=True)
+    total = dpo.sequence_log_probs(log_probs, torch.tensor([[1, 0, 1], [0, 0, 0]]), average)
+    total.sum().backward()
+    share = 0.5 if average else 1.0
+    assert total.tolist() == [-3 * share, 0], "a masked token reached the value"
+    assert log_probs.grad.tolist() == [[share, 0, share], [0, 0, 0]], "a masked token reached the gradient"
+
+
+# ---------------------------------------------------------------- dpo_loss
+
+
+def test_B14_at_the_start_the_loss_is_ln_2_the_margin_0_and_the_gradient_is_not_0():
+    start = torch.tensor([-20.0, -31.0]), torch.tensor([-25.0, -30.0])
+    losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(*start, *start)
+    assert torch.allclose(losses, torch.tensor(math.log(2))), "policy = reference: -log sigmoid(0) = ln 2"
+    assert (chosen_rewards == 0).all() and (rejected_rewards == 0).all(), "policy = reference: no reward, no margin"
+    # d/dc -log sigmoid(beta (c - r)) = -beta sigmoid(-beta (c - r)) = -0.1 x 0.5 at 0
+    _, to_chosen, to_rejected = dpo_grads([-20.0], [-25.0], [-20.0], [-25.0])
+    assert to_chosen.item() == pytest.approx(-0.05), "the step must make the chosen answer more likely"
+    assert to_rejected.item() == pytest.approx(0.05), "the step must make the rejected answer less likely"
+
+
+def test_B15_label_smoothing_mixes_in_the_loss_with_the_sign_turned():
+    # log-ratios +1 and -1, beta 0.1: x = 0.2; -log sigmoid(0.2) = 0.598139, -log sigmoid(-0.2) = 0.798139
+    # s = 0.1: 0.9 x 0.598139 + 0.1 x 0.798139 = 0.618139
+    at = [-4.0], [-8.0], [-5.0], [-7.0]
+    assert dpo_grads(*at)[0].item() == pytest.approx(0.598139, abs=1e-6)
+    assert dpo_grads(*at, label_smoothing=0.1)[0].item() == pytest.approx(0.618139, abs=1e-6)
+
+
+def test_B16_the_loss_falls_although_the_chosen_answer_has_become_half_as_likely():
+    # reference 0.6 / 0.3, policy 0.3 / 0.1: chosen over rejected rises from 2 to 3; -log sigmoid(ln 3 - ln 2) = ln(5/3)
+    policy, reference = [[math.log(0.3)], [math.log(0.1)]], [[math.log(0.6)], [math.log(0.3)]]
+    loss = dpo_grads(*policy, *reference, beta=1.0)[0].item()
+    assert loss == pytest.approx(math.log(5 / 3)) == pytest.approx(0.510826, abs=1e-6)
+    assert loss < dpo_grads(*reference, *reference, beta=1.0)[0].item(), "the margin grew, so the loss must fall"
+
+
+# c = 0.4, r = -0.8, beta = 0.5:  beta c = 0.2, beta r = -0.4, beta h = x = 0.6, 1 / (2 beta) = 1, d = -0.1
+# sigmoid(0.6) = 0.645656, L(0.6) = 0.437488, L(-0.6) = 1.037488
+BY_HAND = [  # loss_type, options, loss, gradient to chosen, gradient to rejected
+    ("sigmoid", {}, 0.437488, -0.177172, 0.177172),  # L(0.6); -0.5 x 0.354344
+    ("sigmoid", {"label_smoothing": 0.1}, 0.497488, -0.127172, 0.127172),  # 0.9 x 0.437488 + 0.1 x 1.037488
+    ("robust", {"label_smoothing": 0.1}, 0.362488, -0.239672, 0.239672),  # (0.393739 - 0.103749) / 0.8
+    ("robust", {}, 0.437488, -0.177172, 0.177172),  # without smoothing it is sigmoid
+    # 0.645656 (-0.437488 - log 0.9) + 0.354344 (-1.037488 - log 0.1)
+    ("exo_pair", {"label_smoothing": 0.1}, 0.233839, -0.182710, 0.182710),
+    ("exo_pair", {}, 1.798271, -0.721443, 0.721443),  # the same with 0.999 and 0.001
+    ("hinge", {}, 0.4, -0.5, 0.5),  # 1 - 0.6
+    ("ipo", {}, 0.04, 0.4, -0.4),  # (1.2 - 1)^2; 2 x 0.2: beyond its aim, ipo pulls the margin back
+    ("bco_pair", {}, 1.108710, -0.212779, 0.212779),  # L(0.2 + 0.1) + L(-0.1 + 0.4) = 2 x 0.554355
+    ("sppo_hard", {}, 0.4, -1.2, 0.4),  # (0.4 - 1)^2 + (-0.8 + 1)^2
+    ("nca_pair", {}, 1.253716, -0.087625, 0.100328),  # 0.598139 + 0.798139 / 2 + L(0.4) / 2 = 0.513015 / 2
+    ("aot_pair", {}, 0.437488, -0.177172, 0.177172),  # of one pair there is nothing to sort: sigmoid
+    ("aot", {"label_smoothing": 0.1}, 0.497488, -0.127172, 0.127172),
+    ("apo_zero", {}, 0.851478, -0.123758, 0.120130),  # 1 - 0.549834 + 0.401312
+    ("apo_down", {}, 0.904178, 0.009366, 0.114392),  # 0.549834 + 1 - 0.645656: it lowers the chosen one, too
+    ("discopop", {}, 0.548811, -0.274398, 0.274398),  # m = sigmoid(0.6 / 0.05) = 0.999994: nearly exp(-0.6)
+    ("discopop", {"discopop_tau": 1.0}, 0.509365, -0.227217, 0.227217),  # 0.354344 x 0.437488 + 0.645656 x 0.548812
+    # log sigmoid(0.4) - log sigmoid(-0.8) = -0.513015 + 1.171101; L(0.5 x 0.658085)
+    ("sigmoid", {"f_divergence_type": "js_divergence"}, 0.542099, -0.083969, 0.144368),
+    # -exp(-0.4) + exp(0.8) = 1.555221; L(0.5 x 1.555221)
+    ("sigmoid", {"f_divergence_type": "alpha_divergence"}, 0.378096, -0.105520, 0.350339),
+    # (exp(0.4) - exp(-0.2)) / 0.5 = 1.346188; L(0.5 x 1.346188)
+    ("sigmoid", {"f_divergence_type": "alpha_divergence", "alpha_divergence_coef": 0.5}, 0.412194, -0.138285, 0.251972),
+]
+
+
+@pytest.mark.parametrize("loss_type, more, loss, to_chosen, to_rejected", BY_HAND)
+def test_B17_every_loss_type_has_its_value_and_gradient_at_a_point_computed_by_hand(
+    loss_type, more, loss, to_chosen, to_rejected
+):
+    got = dpo_grads([-9.6], [-13.8], [-10.0], [-13.0], beta=0.5, loss_type=loss_type, **more)
+    assert [x.item() for x in got] == pytest.approx([loss, to_chosen, to_rejected], abs=1e-6)
+
+
+# Mean loss and the first pair's two gradients as TRL 0.19.0's DPOTrainer.dpo_loss computes them, beta = 0.1.
+TRL_BATCH = [
+    [-23.254548, -14.761404, -19.234497, -13.724378, -14.669179],
+    [-26.472830, -13.957092, -22.699049, -14.806365, -14.385941],
+    [-22.234396, -14.362754, -17.652940, -13.518250, -16.909944],
+    [-21.878974, -15.308825, -22.237824, -15.329405, -13.116364],
+]
+TRL = [
+    ("sigmoid", {"label_smoothing": 0.1}, 0.6727263, -0.00623193, 0.00623193),
+    ("sigmoid", {"reference_free": True}, 0.63241287, -0.00840461, 0.00840461),
+    ("sigmoid", {"f_divergence_type": "js_divergence"}, 0.66807712, -0.00615678, 0.00829268),
+    ("sigmoid", {"f_divergence_type": "alpha_divergence"}, 0.57755642, -0.00000372, 0.00013257),
+    ("robust", {"label_smoothing": 0.1}, 0.65704756, -0.01073193, 0.01073193),
+    ("exo_pair", {}, 2.65061611, -0.03172322, 0.03172322),
+    ("hinge", {}, 0.93031673, -0.02, 0.02),
+    ("ipo", {}, 24.02057904, -0.57051866, 0.57051866),
+    ("bco_pair", {}, 1.3591322, -0.01023925, 0.00800113),
+    ("sppo_hard", {}, 49.79033045, -2.40806091, 0.16245776),
+    ("nca_pair", {}, 1.37526056, -0.00576445, 0.00387132),
+    ("aot_pair", {"label_smoothing": 0.1}, 0.66788079, -0.00787529, 0.00650514),
+    ("aot", {"label_smoothing": 0.1}, 0.66831367, -0.0072976, 0.0072976),
+    ("apo_zero", {}, 0.98299832, -0.00498701, 0.00474521),
+    ("apo_down", {}, 0.97806116, 0.00014332, 0.0048437),
+    ("discopop", {}, 0.75622872, -0.01393258, 0.01393258),
+]
+
+
+@pytest.mark.parametrize("loss_type, more, loss, to_chosen, to_rejected", TRL)
+def test_B17_every_loss_type_computes_what_trl_computes_on_a_batch(loss_type, more, loss, to_chosen, to_rejected):
+    losses, grad_chosen, grad_rejected = dpo_grads(*TRL_BATCH, loss_type=loss_type, **more)
+    got = [losses.mean().item(), grad_chosen[0].item(), grad_rejected[0].item()]
+    assert got == pytest.approx([loss, to_chosen, to_rejected], rel=2e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_reference_free_is_the_same_as_zeros_for_both_reference_log_probs(loss_type):
+    batch = [torch.tensor(row) for row in TRL_BATCH]
+    free = dpo.dpo_loss(*batch, loss_type=loss_type, reference_free=True)
+    zeros = dpo.dpo_loss(*batch[:2], torch.zeros(5), torch.zeros(5), loss_type=loss_type)
+    for name, a, b in zip(("losses", "chosen_rewards", "rejected_rewards"), free, zeros, strict=True):
+        assert torch.equal(a, b), f"{name} of {loss_type} still know the reference"
+
+
+def test_rewards_are_beta_times_the_log_ratio_and_carry_no_gradient():
+    chosen = torch.tensor([-3.0, -6.0], requires_grad=True)
+    _, good, bad = dpo.dpo_loss(chosen, chosen - 5, torch.tensor([-4.0, -4.0]), torch.tensor([-8.0, -8.5]), beta=0.5)
+    # 0.5 x (-3 + 4, -6 + 4); 0.5 x (-8 + 8, -11 + 8.5)
+    assert good.tolist() == [0.5, -1] and bad.tolist() == [0, -1.25], "reward = beta (policy - reference)"
+    assert not good.requires_grad and not bad.requires_grad, "rewards are for looking at: detached"
+
+
+def test_bco_pairs_baseline_carries_no_gradient():
+    # d/dc L(beta c - d) + L(d - beta r) with d held fixed: -beta sigmoid(d - beta c), / 2 for the mean of two pairs.
+    # beta = 1, c = 1, 2, r = 0, -1: d = 2 / 4 = 0.5; -sigmoid(-0.5) / 2 = -0.188771
+    _, to_chosen, _ = dpo_grads([1.0, 2.0], [0.0, -1.0], [0.0, 0.0], [0.0, 0.0], beta=1.0, loss_type="bco_pair")
+    assert to_chosen[0].item() == pytest.approx(-0.188771, abs=1e-6), "the mean of the rewards must be detached"
+
+
+@pytest.mark.parametrize(
+    "loss_type, divergence",
+    [(name, "reverse_kl") for name in LOSSES] + [(name, f) for name in LOSSES[:5] for f in DIVERGENCES[1:]],
+)
+def test_log_ratios_of_200_give_finite_losses_and_gradients_in_float32(loss_type, divergence):
+    chosen, rejected = torch.tensor([200.0, -200, 200, -200, 0]), torch.tensor([200.0, 200, -200, -200, 0])
+    chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
+    for beta, tau in ((0.1, 0.05), (1.0, 5.0)):
+        kind = {"loss_type": loss_type, "f_divergence_type": divergence, "beta": beta, "discopop_tau": tau}
+        losses, _, _ = dpo.dpo_loss(chosen, rejected, torch.zeros(5), torch.zeros(5), **kind)
+        grads = torch.autograd.grad(losses.sum(), (chosen, rejected))
+        assert losses.isfinite().all(), f"{loss_type} overflows"
+        assert all(grad.isfinite().all() for grad in grads), f"the gradient of {loss_type} overflows"
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"loss_type": "dpo"}, "discopop"),
+        ({"f_divergence_type": "kl"}, "js_divergence"),
+        ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"label_smoothing": -0.1}, "at least 0"),
+        ({"beta": 0.0}, "above 0"),
+        *[({"loss_type": name, "label_smoothing": 0.1}, "robust") for name in LOSSES[3:8] + LOSSES[10:]],
+        *[({"loss_type": name, "f_divergence_type": "js_divergence"}, "hinge") for name in LOSSES[5:]],
+    ],
+)
+def test_an_option_that_is_unknown_out_of_range_or_not_read_is_refused(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        dpo.dpo_loss(*torch.zeros(4, 2), **wrong)
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def test_prompt_and_answers_are_encoded_apart_and_a_finished_answer_ends_in_one_eos(tiny):
+    tokenizer = tiny[1]
+    pair = {"prompt": "The old be", "chosen": "ar was happy.", "rejected": " was sad.", "rejected_truncated": True}
+    (got,) = dpo.encode_pairs(tokenizer, [pair], 256)
+    plain = [tokenizer(pair[name], add_special_tokens=False).input_ids for name in ("prompt", "chosen", "rejected")]
+    assert got["prompt"] == plain[0], "the prompt's ids must be those that sampling sees, whatever follows"
+    assert got["chosen"] == plain[1] + [tokenizer.eos_token_id], "a finished answer ends in exactly one EOS"
+    assert got["rejected"] == plain[2], "an answer cut before its EOS gets none"
+    (spelled,) = dpo.encode_pairs(tokenizer, [pair | {"chosen": "ar was happy." + tokenizer.eos_token}], 256)
+    assert spelled["chosen"] == got["chosen"], "an EOS that the text spells out must not be doubled"
+
+
+def test_an_empty_answer_is_one_eos_token_with_a_finite_log_prob(tiny):
+    model, tokenizer = tiny
+    encoded = dpo.encode_pairs(tokenizer, [{"prompt": "The old bear", "chosen": "", "rejected": " cried."}], 256)
+    assert encoded[0]["chosen"] == [tokenizer.eos_token_id]
+    assert dpo.all_log_probs(model, encoded, dpo_options()).isfinite().all()
+
+
+def test_a_prompt_too_long_is_cut_from_the_left_the_same_for_both_answers_which_stay_whole(tiny):
+    prompt, short, long = "a " * 300, " good", " bad" * 20
+    (got,) = dpo.encode_pairs(tiny[1], [{"prompt": prompt, "chosen": short, "rejected": long}], 256)
+    (whole,) = dpo.encode_pairs(tiny[1], [{"prompt": prompt, "chosen": short, "rejected": long}], math.inf)
+    assert len(whole["prompt"]) >= 300 and (got["chosen"], got["rejected"]) == (whole["chosen"], whole["rejected"])
+    assert len(got["prompt"]) + len(got["rejected"]) == 256, "the prompt keeps all that the longer answer leaves"
+    assert got["prompt"] == whole["prompt"][-len(got["prompt"]) :], "the prompt is cut from the left"
+
+
+def test_a_pair_with_an_answer_longer_than_the_context_is_left_out(tiny):
+    fits, does_not = PAIRS[0], {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
+    assert dpo.encode_pairs(tiny[1], [does_not, fits], 256) == dpo.encode_pairs(tiny[1], [fits], 256)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_pairs_log_probs_are_those_of_its_answers_and_their_eos_alone_whatever_the_padding(tiny, average):
+    model, tokenizer = tiny
+    args = dpo_options(loss_type="ipo" if average else "sigmoid", micro_batch_size=6)
+    encoded = dpo.encode_pairs(tokenizer, PAIRS, 256)
+    got = dpo.all_log_probs(model, encoded, args)
+    for i, pair in enumerate(encoded):
+        for row, name in enumerate(("chosen", "rejected")):
+            ids = torch.tensor([pair["prompt"] + pair[name]])
+            with torch.no_grad():
+                log_probs = model(input_ids=ids).logits.log_softmax(-1)  # position t predicts token t + 1
+            answer = range(len(pair["prompt"]), ids.shape[1])
+            values = torch.tensor([log_probs[0, t - 1, ids[0, t]] for t in answer])
+            expected = values.mean() if average else values.sum()
+            assert got[row, i].item() == pytest.approx(expected.item(), abs=1e-4), f"pair {i}, {name}"
+
+
+def test_chosen_and_rejected_go_through_the_model_in_one_batch(tiny):
+    rows = []
+    hook = tiny[0].register_forward_pre_hook(
+        lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    list(dpo.pair_log_probs(tiny[0], dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(micro_batch_size=6)))
+    hook.remove()
+    assert rows == [6, 4], "3 pairs are 6 sequences; of 5 pairs the last 2 remain"
+
+
+def test_a_pair_is_the_happiest_and_the_gloomiest_answer_and_a_tie_makes_none(monkeypatch):
+    texts = [" so sad", " ran", " a happy friend", " glad", " ran", " sat", " ran", " sat"]
+    ids = torch.tensor([[7, 2], [7, 7], [7, 7], [7, 2]] + [[7, 2]] * 4)  # 2 is the EOS
+    monkeypatch.setattr(dpo, "complete", lambda *_: (ids, None, torch.ones(8, 2), texts))
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    pairs = dpo.make_pairs(None, tokenizer, ["A bear", "A cat"], SimpleNamespace(num_generations=4))
+    assert pairs == [{"prompt": "A bear", "chosen": " a happy friend", "rejected": " so sad", "chosen_truncated": True}]
+
+
+def test_no_prompt_is_both_trained_on_and_held_out():
+    own = [{"prompt": f"p{i % 25}"} for i in range(50)]
+    made = [{"prompt": prompt} for prompt in dpo.PROMPTS + dpo.HELD_OUT_PROMPTS]
+    for pairs in (own, made, own[:4]):
+        trained, held_out = ({pair["prompt"] for pair in part} for part in dpo.split_pairs(pairs))
+        assert not trained & held_out and len(trained | held_out) == len({pair["prompt"] for pair in pairs})
+        assert len(held_out) >= 2 and trained, "a standard error takes two held-out pairs"
+    assert dpo.split_pairs(made)[1] == [{"prompt": prompt} for prompt in dpo.HELD_OUT_PROMPTS]
+    assert dpo.split_pairs(own[:3]) == (own[:3], []), "of three pairs none can be spared"
+
+
+def test_a_data_file_may_have_a_bom_crlf_blank_lines_and_line_separators_inside_a_text(tmp_path):
+    pairs = [{"prompt": "The bear", "chosen": " sat\u2028down\x85", "rejected": ""}, PAIRS[0] | {"more": [1]}]
+    lines = [json.dumps(pair, ensure_ascii=False) for pair in pairs]
+    (tmp_path / "pairs.jsonl").write_bytes(("\ufeff" + lines[0] + "\r\n\r\n \n" + lines[1]).encode())
+    assert dpo.read_pairs(tmp_path / "pairs.jsonl") == pairs
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (b'{"prompt": "a", "chosen": "b"}', "'rejected'"),
+        (b'{"prompt": "a", "chosen": 3, "rejected": "c"}', "'chosen'"),
+        (b'{"prompt": " ", "chosen": "b", "rejected": "c"}', "prompt is empty"),
+        (b'["a", "b", "c"]', "no JSON object"),
+        (b'{"prompt": "a"', "not JSON"),
+        (b'{"prompt": "\xff", "chosen": "b", "rejected": "c"}', "utf-8"),
+        (b'{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}', "surrogates"),
+    ],
+)
+def test_a_bad_line_of_a_data_file_is_named_with_its_number_and_what_is_wrong(tmp_path, capsys, line, said):
+    path = tmp_path / "pairs.jsonl"
+    path.write_bytes(b"\n" + json.dumps(PAIRS[0]).encode() + b"\n" + line + b"\n")
+    with pytest.raises(SystemExit) as stopped:
+        dpo.main(["--model", "tiny_llama", "--data", str(path), "--out", str(tmp_path / "out")])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and "line 3" in error and said in error and len(error.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_the_first_step_of_training_starts_at_ln_2_with_a_gradient(tiny):
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(tiny[0], config).eval()
+    (record,) = dpo.train(model, dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options())
+    model.unload()
+    assert record["loss"].item() == pytest.approx(math.log(2), abs=1e-5)
+    assert record["rewards/margins"].item() == pytest.approx(0, abs=1e-5) and record["grad_norm"] > 0
+    names = {"loss", "grad_norm", "step", "samples", "logps/chosen", "logps/rejected"}
+    assert set(record) == names | {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
+
+
+def test_identical_answers_have_loss_ln_2_and_gradient_0(adapted, tiny):
+    pairs = dpo.encode_pairs(tiny[1], [{"prompt": "The bear", "chosen": " sat.", "rejected": " sat."}], 256)
+    (record,) = dpo.train(adapted, pairs, dpo_options(prompts_per_step=1))
+    assert record["loss"].item() == pytest.approx(math.log(2), abs=1e-6)
+    assert record["grad_norm"].item() == pytest.approx(0, abs=1e-5), "what both answers share cancels"
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_micro_batches_give_the_same_gradient_as_one_batch(tiny, adapted, monkeypatch, loss_type):
+    monkeypatch.setattr(torch.optim, "AdamW", lambda params, lr, weight_decay: torch.optim.SGD(params, lr))
+    pairs, start = dpo.encode_pairs(tiny[1], PAIRS, 256), {n: p.clone() for n, p in adapted.state_dict().items()}
+    with adapted.disable_adapter():
+        ref = dpo.all_log_probs(adapted, pairs, dpo_options(loss_type=loss_type))
+    ((rows, new),) = dpo.pair_log_probs(adapted, pairs, dpo_options(loss_type=loss_type))
+    mean = dpo.dpo_loss(*new, *ref[:, rows], loss_type=loss_type)[0].mean()
+    grads = torch.autograd.grad(mean, [p for p in adapted.parameters() if p.requires_grad])
+    results = []
+    for size in (64, 4, 1):  # all five pairs at once; two, two, one; one at a time
+        adapted.load_state_dict(start)
+        torch.manual_seed(0)
+        (record,) = dpo.train(adapted, pairs, dpo_options(micro_batch_size=size, loss_type=loss_type))
+        step = torch.cat([(p - start[n]).flatten() for n, p in adapted.state_dict().items() if "lora" in n])
+        results.append((step.detach(), record["loss"].item(), record["grad_norm"].item()))
+    norm = torch.stack([grad.norm() for grad in grads]).norm().item()
+    assert results[0][1:] == pytest.approx((mean.item(), norm), rel=1e-3), "a batch's loss is the mean over its pairs"
+    for step, loss, grad_norm in results[1:]:
+        assert (step - results[0][0]).norm() < 1e-3 * results[0][0].norm(), "the split changed the gradient"
+        assert (loss, grad_norm) == pytest.approx(results[0][1:], rel=1e-3), "the split changed the metrics"
+
+
+def test_the_reference_is_run_once_before_training_and_kept(tiny, adapted, monkeypatch):
+    switched_off = []
+    disable = adapted.disable_adapter
+    monkeypatch.setattr(adapted, "disable_adapter", lambda: switched_off.append(1) or disable())
+    pairs = dpo.encode_pairs(tiny[1], PAIRS, 256)
+    with disable():
+        expected = dpo.all_log_probs(adapted, pairs, dpo_options())
+    seen, loss = [], dpo.dpo_loss
+    monkeypatch.setattr(dpo, "dpo_loss", lambda *a, **k: seen.append(torch.stack(a[2:]).sort().values) or loss(*a, **k))
+    assert len(list(dpo.train(adapted, pairs, dpo_options(steps=3)))) == 3
+    assert len(switched_off) == 1, "one reference pass, none in the loop"
+    assert all(torch.allclose(ref, expected.sort().values, atol=1e-4) for ref in seen), "the reference moved"
+
+
+def test_training_lowers_the_loss_and_each_pair_has_its_turn_before_any_comes_again(tiny, adapted, monkeypatch):
+    pairs, batches = dpo.encode_pairs(tiny[1], PAIRS, 256), []
+    log_probs = dpo.pair_log_probs
+    monkeypatch.setattr(dpo, "pair_log_probs", lambda m, p, a: batches.append(p) or log_probs(m, p, a))
+    records = list(dpo.train(adapted, pairs, dpo_options(steps=10, prompts_per_step=2, learning_rate=1e-3)))
+    order = [pairs.index(pair) for batch in batches[1:] for pair in batch]  # the first is the reference's pass
+    assert all(sorted(order[i : i + 5]) == list(range(5)) for i in range(0, 20, 5)), "not every pair had its turn"
+    assert sum(r["loss"] for r in records[-2:]) < sum(r["loss"] for r in records[:2])
+
+
+def test_a_loss_that_is_not_finite_stops_training_and_names_the_step(tiny, adapted, monkeypatch):
+    steps = dpo.train(adapted, dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(steps=3))
+    assert next(steps)["step"] == 1
+    monkeypatch.setattr(dpo, "dpo_loss", lambda *args, **more: [x * math.nan for x in dpo.dpo_loss(*args, **more)])
+    with pytest.raises(ArithmeticError, match="step 2"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--loss-type", "dpo"], "discopop"),
+        (["--loss-type", "hinge", "--label-smoothing", "0.1"], "label_smoothing"),
+        (["--label-smoothing", "0.5"], "below 0.5"),
+        (["--f-divergence-type", "kl"], "js_divergence"),
+        (["--beta", "0"], "beta"),
+        (["--num-generations", "1"], "--num-generations"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--data", os.devnull], "no pairs"),
+        (["--data", "a.jsonl", "--prompts", "b.txt"], "--prompts"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence_and_exit_status_2(tmp_path, capsys, argv, said):
+    with pytest.raises(SystemExit) as stopped:
+        dpo.main(["--model", "tiny_llama", "--out", str(tmp_path / "out"), *argv])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1, error
+
+
+def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    long = {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS + [long]), encoding="utf-8")
+    argv = ["--model", "tiny_llama", "--data", str(path), "--steps", "2", "--prompts-per-step", "2", "--reference-free"]
+    summary = dpo.main([*argv, "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert "3 pairs to train on, 2 held out; 1 left out" in printed
+    assert "held-out pairs: the margin" in printed and "logps/rejected" in printed
+    assert summary["steps"] == 2 and summary["rewards/accuracies_after"]["n"] == 2
+    assert dpo.read_pairs(tmp_path / "out" / "pairs.jsonl") == PAIRS + [long]
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+# ================================================================ reward_model.py
+
+
+def close(value, expected, why, tolerance=1e-6):
+    value, expected = torch.as_tensor(value, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{why}\n{text}")
+
+
+def float64(*values):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+# ---------------------------------------------------------------- ranked_pairs
+
+
+@pytest.mark.parametrize("K, count", [(2, 1), (3, 3), (4, 6), (9, 36)])
+def test_B5_K_ranked_answers_make_K_times_K_minus_1_over_2_pairs(K, count):
+    pairs = reward_model.ranked_pairs(torch.randperm(K).tolist())
+    assert len(pairs) == len(set(pairs)) == count == K * (K - 1) // 2, "each two answers are one pair"
+
+
+def test_B5_the_better_answer_stands_first_and_ties_are_left_out():
+    assert sorted(reward_model.ranked_pairs([0.5, 1.0, 0.5])) == [(1, 0), (1, 2)], "0.5 and 0.5 are no pair"
+    assert sorted(reward_model.ranked_pairs(torch.tensor([3.0, 1.0, 2.0]))) == [(0, 1), (0, 2), (2, 1)]
+    assert reward_model.ranked_pairs([0.0, 0.0]) == [], "nothing to learn where all answers tie"
+
+
+# ---------------------------------------------------------------- reward_loss
+
+
+@pytest.mark.parametrize("gap, expected", [(0.0, 0.693147), (1.0, 0.313262), (-1.0, 1.313262)])
+def test_B5_the_loss_is_minus_log_sigmoid_of_the_difference(gap, expected):
+    # ln 2; ln(1 + 1/e); ln(1 + e). 50 on both scores changes nothing: only the difference counts.
+    for offset in (0.0, 50.0):
+        loss, metrics = reward_model.reward_loss(torch.tensor([offset + gap]), torch.tensor([offset]))
+        close(loss, expected, "-log sigmoid(chosen - rejected)")
+        close(metrics["margin"], gap, "margin is chosen - rejected")
+        assert metrics["accuracy"] == (gap > 0), "right order only where chosen is above rejected: a tie is not"
+
+
+def test_B5_K_2_is_bradley_terry():
+    # P(0 beats 1) = e^s0 / (e^s0 + e^s1), and the loss is its -log
+    s = torch.tensor([0.3, -1.2], dtype=torch.float64)
+    loss, _ = reward_model.reward_loss(s[:1], s[1:])
+    close(loss, -s.softmax(0)[0].log(), "K = 2 is Bradley-Terry", 1e-12)
+
+
+def test_B5_three_answers_by_hand():
+    # scores 2, 1, 0, ranked in this order: gaps 1, 1, 2 -> (0.313262 x 2 + 0.126928) / 3
+    scores = float64(2, 1, 0)
+    better, worse, weights = reward_model.pair_rows([{"rows": [0] * 3, "pairs": [(0, 1), (1, 2), (0, 2)]}], "cpu")
+    loss, _ = reward_model.reward_loss(scores[better], scores[worse], weights=weights)
+    close(loss, 0.251151, "mean over the 3 pairs")
+    loss.backward()
+    # d/ds0 = -(sigmoid(-1) + sigmoid(-2)) / 3 = -(0.268941 + 0.119203) / 3; s1 wins once and loses once by 1: 0
+    close(scores.grad, [-0.129381, 0, 0.129381], "the best answer is pushed up by both its pairs")
+
+
+def test_B5_prompts_of_4_2_and_3_answers_count_the_same():
+    # Open-Assistant's RMLoss on the same scores, best first within a prompt (recorded): the mean of the prompts' means.
+    scores = float64(-1.0475493192917231, 0.36706934789287643, 0.38753278340875547, 1.8382482151095312,
+                     1.5602131758317697, 3.8717520002002703,
+                     -0.6926605323147021, -4.697721427573063, -0.18493336515537095)  # fmt: skip
+    groups = [{"rows": [0] * K, "pairs": reward_model.ranked_pairs(range(K, 0, -1))} for K in (4, 2, 3)]
+    better, worse, weights = reward_model.pair_rows(groups, "cpu")
+    close(weights, [1 / 6] * 6 + [1] + [1 / 3] * 3, "each pair of K answers weighs 1 / C(K, 2)")
+    loss, _ = reward_model.reward_loss(scores[better], scores[worse], weights=weights)
+    close(loss, 1.9856165619294293, "each prompt weighs 1, whatever its K")
+
+
+def test_a_tie_leaves_the_other_pairs_their_weight():
+    # answers rated 1, 0, 0: pairs (0, 1) and (0, 2), each 1/3, not 1/2
+    _, _, weights = reward_model.pair_rows([{"rows": [0] * 3, "pairs": reward_model.ranked_pairs([1, 0, 0])}], "cpu")
+    close(weights, [1 / 3, 1 / 3], "1 / C(3, 2) each")
+
+
+@pytest.mark.parametrize("gap, loss_is, gradient", [(100.0, 0.0, 0.0), (-100.0, 100.0, -1.0), (-1000.0, 1000.0, -1.0)])
+def test_differences_of_100_and_more_stay_finite(gap, loss_is, gradient):
+    chosen, rejected = torch.tensor([gap], requires_grad=True), torch.zeros(1, requires_grad=True)
+    loss, _ = reward_model.reward_loss(chosen, rejected)
+    loss.backward()
+    close(loss, loss_is, "no log of a sigmoid that has become 0")
+    close(torch.stack([chosen.grad, rejected.grad]).flatten(), [gradient, -gradient], "gradient -sigmoid(-gap), and +")
+
+
+def test_a_margin_is_what_the_difference_should_exceed():
+    chosen, rejected = torch.tensor([1.0, 3.0]), torch.tensor([0.0, 1.0])
+    # gaps 1 and 2, less 1 and 3: 0 and -1 -> (0.693147 + 1.313262) / 2
+    loss, metrics = reward_model.reward_loss(chosen, rejected, margin=torch.tensor([1.0, 3.0]))
+    close(loss, 1.003204, "one margin a pair, no broadcasting to pairs of pairs")
+    close(metrics["accuracy"], 1.0, "accuracy is about the order, not the margin")
+
+
+def test_a_pair_of_weight_0_has_no_influence_and_no_pairs_give_0():
+    for bad in (math.nan, math.inf, 1e4):
+        chosen, rejected = float64(1, bad), float64(0, bad)
+        loss, metrics = reward_model.reward_loss(chosen, rejected, torch.tensor([0, bad]), torch.tensor([2.0, 0.0]))
+        loss.backward()
+        close(loss, 0.313262, f"{bad} under weight 0 has no influence on the value")
+        close(chosen.grad, [-0.268941, 0], f"{bad} under weight 0 has no influence on the gradient")
+        close(torch.stack(list(metrics.values())), [1, 1], f"{bad} under weight 0 has no influence on a metric")
+    chosen = float64(1, math.nan)
+    loss, metrics = reward_model.reward_loss(chosen, float64(0, 0), weights=torch.zeros(2))
+    loss.backward()
+    assert loss == 0 and (chosen.grad == 0).all() and not any(metrics.values()), "no weight: value and gradient 0"
+    empty = torch.zeros(0, requires_grad=True)
+    assert reward_model.reward_loss(empty, empty)[0] == 0, "no pairs: 0, never NaN"
+
+
+def test_the_gradient_is_the_derivative_of_the_value():
+    torch.manual_seed(0)
+    inputs = [torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    weights = torch.rand(5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda c, r: reward_model.reward_loss(c, r, 0.3, weights)[0], inputs)
+
+
+# ---------------------------------------------------------------- last_token_scores
+
+
+def test_B4_B6_the_score_is_read_at_the_last_real_token_wherever_the_padding_is():
+    scores = torch.arange(20.0).view(4, 5).requires_grad_()
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [1, 0, 1, 1, 0]])  # right, left, both, hole
+    for kind in (torch.long, torch.bool, torch.float32):
+        read = reward_model.last_token_scores(scores, mask.to(kind))
+        close(read, [2, 9, 12, 18], f"the last 1 of each row of a {kind} mask, by position and not by count")
+    read.sum().backward()
+    close(scores.grad.nonzero(), [[0, 2], [1, 4], [2, 2], [3, 3]], "only this one position gets gradient")
+
+
+def test_scores_of_padding_have_no_influence_and_an_empty_row_scores_0():
+    for bad in (math.nan, math.inf):
+        scores = torch.tensor([[bad, 7.0, bad], [bad, bad, bad]], requires_grad=True)
+        read = reward_model.last_token_scores(scores, torch.tensor([[0, 1, 0], [0, 0, 0]]))
+        read.sum().backward()
+        close(read, [7, 0], f"{bad} under mask 0")
+        close(scores.grad, [[0, 1, 0], [0, 0, 0]], f"{bad} under mask 0: gradient")
+
+
+# ---------------------------------------------------------------- with a model
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    """(args, model, tokenizer) with a random head and adapters that are not 0."""
+    args = reward_model.parse_args(
+        ["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path_factory.mktemp("x") / "x")]
+    )
+    model, tokenizer = reward_model.load(args)
+    model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=args.lora_targets, task_type="SEQ_CLS")).eval()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.05)
+    return args, model, tokenizer
+
+
+def rows_of(tokenizer, count=8):
+    texts = [prompt + " was happy." * (i % 3) for i, prompt in enumerate(reward_model.PROMPTS[:count])]
+    ids = tokenizer(texts, add_special_tokens=False).input_ids
+    return [torch.tensor(row + [tokenizer.eos_token_id] * (i % 2)) for i, row in enumerate(ids)]
+
+
+def padded(rows, pad, side):
+    width = max(map(len, rows)) + 3
+    fill = [torch.full((width - len(row),), pad) for row in rows]
+    join = [(f, r) if side == "left" else (r, f) for r, f in zip(rows, fill, strict=True)]
+    mask = [(torch.zeros_like(f), torch.ones_like(r)) for r, f in zip(rows, fill, strict=True)]
+    mask = mask if side == "left" else [pair[::-1] for pair in mask]
+    return torch.stack([torch.cat(x) for x in join]), torch.stack([torch.cat(x) for x in mask])
+
+
+@torch.no_grad()
+def test_B6_a_batch_scores_like_one_by_one_padded_left_or_right_also_where_pad_is_eos(scorer):
+    _, model, tokenizer = scorer
+    rows, head = rows_of(tokenizer), model.get_base_model().score
+    alone = torch.cat([reward_model.answer_scores(model, [row], 0) for row in rows])
+    assert alone.std() > 1e-3, "the texts differ, so must the scores"
+    close(reward_model.answer_scores(model, rows, 0), alone, "a batch scores like its rows alone", 1e-4)
+    for pad in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        for side in ("left", "right"):
+            ids, mask = padded(rows, pad, side)
+            scores = reward_model.token_scores(model, head, ids, mask)
+            close(reward_model.last_token_scores(scores, mask), alone, f"pad {pad} on the {side} changes nothing", 1e-4)
+
+
+def test_B7_both_batchings_have_the_same_gradient_on_the_same_prompts(scorer):
+    # mixed: mean over all prompts. by-prompt: one prompt after the other; the mean of these gradients is the same.
+    args, model, tokenizer = scorer
+    rows = rows_of(tokenizer, 12)
+    groups = [{"rows": rows[i : i + 4], "pairs": reward_model.ranked_pairs([0, 2, 1, 3])} for i in (0, 4, 8)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def gradient(batches, micro_batch_size=16):
+        model.zero_grad()
+        for batch in batches:
+            options = Namespace(device=args.device, micro_batch_size=micro_batch_size)
+            scores = reward_model.backward(model, tokenizer, batch, options)
+        return torch.cat([p.grad.flatten() for p in trained]), scores
+
+    mixed, scores = gradient([groups])
+    assert scores.shape == (12,), "one score an answer: 12 passes for 18 pairs, not 36"
+    close(gradient([[g] for g in groups])[0] / 3, mixed, "same prompts, same gradient", 1e-5)
+    close(gradient([groups], micro_batch_size=8)[0], mixed, "micro-batches of 2 and 1 prompts change nothing", 1e-5)
+
+
+def test_an_answer_is_encoded_once_not_once_a_pair(scorer):
+    args, model, tokenizer = scorer
+    group = {"rows": rows_of(tokenizer, 4), "pairs": reward_model.ranked_pairs([0, 1, 2, 3])}
+    seen = []
+    hook = model.get_base_model().base_model.register_forward_pre_hook(
+        lambda module, positional, keywords: seen.append(len(keywords["input_ids"])), with_kwargs=True
+    )
+    reward_model.backward(model, tokenizer, [group], args)
+    hook.remove()
+    model.zero_grad()
+    assert sum(seen) == 4, "6 pairs of 4 answers take 4 passes"
+
+
+# ---------------------------------------------------------------- --data
+
+
+def write(path, text):
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+LINE = '{"prompt": "a", "chosen": " b", "rejected": " c"}'
+
+
+def test_a_file_with_bom_crlf_blank_lines_and_line_separators_is_read(tmp_path, capsys):
+    separator = '{"prompt": "x\u2028y", "chosen": " b", "rejected": " c", "more": 1}'
+    rows = reward_model.read_pairs(write(tmp_path / "f", f"\ufeff{LINE}\r\n\r\n  \n{separator}"))
+    assert [row["prompt"] for row in rows] == ["a", "x\u2028y"], "U+2028 stands inside a text, it ends no line"
+    assert capsys.readouterr().out == ""
+
+
+def test_identical_and_blank_answers_are_skipped_and_counted(tmp_path, capsys):
+    same, blank = LINE.replace(" c", " b"), LINE.replace(" c", "")
+    assert len(reward_model.read_pairs(write(tmp_path / "f", "\n".join([LINE, same, blank])))) == 1
+    assert "2 pairs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        (f"{LINE}\n{{oops}}", "line 2: no JSON"),
+        (f"{LINE}\n[1]", "line 2: not an object"),
+        (f'{LINE}\n\n{{"prompt": "a", "chosen": " b"}}', "line 3: rejected is missing"),
+        (LINE.replace('" b"', "[1]"), "line 1: chosen is no text"),
+        (LINE.replace('"a"', '" "'), "line 1: prompt is blank"),
+        ("", "no pair"),
+        (LINE.replace(" c", " b"), "no pair"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number_and_what_is_wrong(tmp_path, capsys, text, why):
+    with pytest.raises(SystemExit) as end:
+        reward_model.read_pairs(write(tmp_path / "f", text))
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and why in error and error.count("\n") == 1, "one sentence, exit status 2"
+
+
+def test_pairs_of_one_prompt_become_one_group_with_each_answer_once(scorer):
+    args, model, tokenizer = scorer
+    answers = [f" {word} day." for word in ("good", "nice", "sad", "bad")]
+    pairs = [{"prompt": "One", "chosen": answers[i], "rejected": answers[j]} for i in range(4) for j in range(i + 1, 4)]
+    groups = reward_model.group_pairs([*pairs, pairs[0] | {"prompt": "Two"}], model, tokenizer, args)
+    assert [len(g["rows"]) for g in groups] == [4, 2] and [len(g["pairs"]) for g in groups] == [6, 1]
+    assert [row[-1] for row in groups[0]["rows"]] == [tokenizer.eos_token_id] * 4, "a finished answer ends in its EOS"
+    assert not any(tokenizer.eos_token_id in row[:-1] for row in groups[0]["rows"]), "and has no EOS inside (A2)"
+
+
+def test_too_long_a_prompt_loses_its_left_end_and_too_long_an_answer_its_row(scorer, capsys):
+    args, model, tokenizer = scorer
+    context = model.config.max_position_embeddings
+    pair = {"prompt": "Once" + " more and" * context, "chosen": " good day.", "rejected": " bad."}
+    (group,) = reward_model.group_pairs([pair, pair | {"chosen": pair["prompt"]}], model, tokenizer, args)
+    assert max(map(len, group["rows"])) == context, "as much of the prompt as there is room for"
+    chosen, rejected = (tokenizer(pair[x], add_special_tokens=False).input_ids for x in ("chosen", "rejected"))
+    heads = [row[: -len(ids) - 1].tolist() for row, ids in zip(group["rows"], (chosen, rejected), strict=True)]
+    assert heads[0] == heads[1], "the same cut for both answers of a pair"
+    assert "1 pairs" in capsys.readouterr().out, "a skipped pair is counted"
+
+
+# ---------------------------------------------------------------- the script
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["--num-generations", "1"], "2 to 9"),
+        (["--num-generations", "10"], "2 to 9"),
+        (["--data", "nowhere.jsonl"], "cannot be read"),
+        (["--data", "x", "--prompts", "y"], "leave out --prompts"),
+        (["--batching", "both"], "invalid choice"),
+    ],
+)
+def test_bad_options_end_in_one_sentence_before_any_training(tmp_path, capsys, arguments, why):
+    with pytest.raises(SystemExit) as end:
+        reward_model.main(["--model", "tiny_llama", "--out", str(tmp_path / "out"), *arguments])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and why in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("rated, why", [(0, "held-out prompts tied"), (256, "nothing to rank")])
+def test_answers_that_all_tie_are_an_error(tmp_path, capsys, monkeypatch, rated, why):
+    happiness = iter([1.0, 0.0] * (rated // 2))  # of the 16 x 16 held-out answers, if at all
+    monkeypatch.setattr(reward_model, "happiness", lambda text: next(happiness, 0.0))
+    few = ["--steps", "1", "--prompts-per-step", "1", "--max-completion-length", "2", "--num-generations", "2"]
+    with pytest.raises(SystemExit) as end:
+        reward_model.main(["--model", "tiny_llama", "--out", str(tmp_path / "out"), *few])
+    assert end.value.code == 2 and why in capsys.readouterr().err
+
+
+# Scores two texts with transformers' and peft's own classes, in a process and under a seed of its own.
+LOAD = """
+import json, sys, torch
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification
+torch.manual_seed(123)
+base, folder, rows = json.loads(sys.argv[1])
+base = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+model = PeftModel.from_pretrained(base, folder).eval()
+with torch.no_grad():
+    print(json.dumps([model(input_ids=torch.tensor([row])).logits.item() for row in rows]))
+"""
+
+
+def test_the_saved_adapter_scores_the_same_in_a_new_process_and_its_pairs_can_be_read_back(tmp_path):
+    few = ["--steps", "2", "--learning-rate", "0.05", "--device", "cpu", "--out", str(tmp_path / "rm")]
+    summary = reward_model.main(["--model", "tiny_llama", *few])
+    assert summary["steps"] == 2 and 0 <= summary["accuracy_after"]["mean"] <= 1
+    args = reward_model.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "rm")])
+    model, tokenizer = reward_model.load(args)
+    rows = [row.tolist() for row in rows_of(tokenizer, 4)]
+    sent = json.dumps([model.name_or_path, str(tmp_path / "rm"), rows])
+    answer = subprocess.run([sys.executable, "-c", LOAD, sent], capture_output=True, text=True, check=True).stdout
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "rm" / "adapter_model.safetensors")
+    model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
+    model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, target_modules=args.lora_targets, task_type="SEQ_CLS"))
+    state = {k.replace(".weight", ".default.weight") if "lora" in k else k: v for k, v in weights.items()}
+    state["base_model.model.score.modules_to_save.default.weight"] = state.pop("base_model.model.score.weight")
+    assert not model.load_state_dict(state, strict=False).unexpected_keys, "adapter and head, and nothing else"
+    with torch.no_grad():
+        own = reward_model.answer_scores(model.eval(), [torch.tensor(row) for row in rows], tokenizer.pad_token_id)
+    close(json.loads(answer), own, "AutoModelForSequenceClassification + PeftModel give the same scores", 1e-5)
+    pairs = reward_model.read_pairs(tmp_path / "rm" / "pairs.jsonl")
+    groups = reward_model.group_pairs(pairs, model, tokenizer, args)
+    assert len(groups) <= 2 * 16 and all(2 <= len(g["rows"]) <= 9 for g in groups), "a group a prompt"
+
+
+# ================================================================ ppo.py
+
+
+def rows64(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def random_rows(B=6, T=9, seed=0, holes=False):
+    """A random mask of rows of length 1 to T (with holes), and a function that makes random tensors of its shape."""
+    torch.manual_seed(seed)
+    mask = torch.arange(T)[None] < torch.randint(1, T + 1, (B, 1))
+    mask &= torch.rand(B, T) > 0.3 if holes else mask
+    return mask.long(), lambda scale=1.0: torch.randn(B, T, dtype=torch.float64) * scale
+
+
+def spoiled(x, mask, bad):
+    """A copy of x with bad where the mask is 0, as a leaf that takes gradient."""
+    return torch.where(mask.bool(), x, torch.tensor(bad, dtype=x.dtype)).requires_grad_()
+
+
+# ---------------------------------------------------------------- token_rewards, spread
+
+
+def test_B4_the_score_of_an_answer_is_paid_at_its_last_token():
+    zero, mask = torch.zeros(3, 4), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 0]])
+    rewards = ppo.token_rewards(torch.tensor([1.0, 2.0, 3.0]), zero, zero, mask)
+    close(rewards, [[0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 3, 0]], "with EOS early, at the end, and after a hole")
+
+
+def test_B4_the_three_ways_to_spread_a_score():
+    scores, mask = (
+        rows64([1, 2, 6, math.nan], [4, math.nan, math.nan, math.nan]),
+        torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]),
+    )
+    close(ppo.spread(scores, mask, "last"), [6, 4], "last: the score of the whole answer")
+    close(ppo.spread(scores, mask, "every"), [[1, 2, 6, 0], [4, 0, 0, 0]], "every: each token its own")
+    close(ppo.spread(scores, mask, "mean"), [[3, 3, 3, 0], [4, 0, 0, 0]], "mean: (1 + 2 + 6) / 3 on each token")
+    with pytest.raises(ValueError, match="'last', 'every' or 'mean'"):
+        ppo.spread(scores, mask, "first")
+    zero = torch.zeros_like(scores)
+    rewards = ppo.token_rewards(ppo.spread(scores, mask, "every"), zero, zero, mask)
+    close(rewards, [[1, 2, 6, 0], [4, 0, 0, 0]], "scores of shape (B, T) are used token by token")
+
+
+def test_B8_the_kl_is_taken_from_the_reward_token_by_token_and_may_be_negative():
+    log_probs, ref = rows64([-1, -2, -3, math.nan]), rows64([-2, -2, -1, math.nan])
+    rewards = ppo.token_rewards(rows64(10), log_probs, ref, torch.tensor([[1, 1, 1, 0]]), kl_coef=0.1)
+    # k1 = +1, 0, -2: a token that the policy likes less than the reference is paid for
+    close(rewards, [[-0.1, 0, 10.2, 0]], "score - kl_coef * (log_probs - ref_log_probs)")
+
+
+def test_B8_the_mean_of_k1_under_the_policy_is_the_kl_and_never_negative():
+    policy, ref = rows64([0.7, 0.2, 0.1]), rows64([0.2, 0.3, 0.5])
+    k1 = policy.log() - ref.log()
+    assert (k1 < 0).any(), "a single sample can be below 0: the article's 'always above 1' is wrong"
+    close((policy * k1).sum(), 0.634900, "0.7 ln 3.5 + 0.2 ln 2/3 + 0.1 ln 1/5 = 0.8769 - 0.0811 - 0.1609", 1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4])
+def test_rewards_under_mask_0_are_0_and_have_no_gradient(bad):
+    mask, make = random_rows(holes=True)
+    x = [spoiled(make(), mask, bad) for _ in range(3)]
+    rewards = ppo.token_rewards(*x, mask)
+    rewards.sum().backward()
+    assert (rewards[mask == 0] == 0).all() and all((t.grad[mask == 0] == 0).all() for t in x)
+
+
+# ---------------------------------------------------------------- gae
+
+
+def test_B11_gae_by_hand():
+    rewards, values = rows64([0, 0, 1]), rows64([0.5, 0.5, 0.5])
+    advantages, returns = ppo.gae(rewards, values, torch.ones(1, 3))
+    # deltas 0, 0, 1 - 0.5; each step back is multiplied by 0.95: 0.5, 0.475, 0.45125
+    close(advantages, [[0.45125, 0.475, 0.5]], "one reward at the end reaches every token")
+    close(returns, [[0.95125, 0.975, 1.0]], "return = advantage + value")
+
+
+def test_B11_padding_and_holes_are_skipped():
+    rewards, values = rows64([0, 9, 0, 1, 9]), rows64([0.5, 9, 0.5, 0.5, 9])
+    advantages, returns = ppo.gae(rewards, values, torch.tensor([[1, 0, 1, 1, 0]]))
+    close(advantages, [[0.45125, 0, 0.475, 0.5, 0]], "the next value is that of the next real token")
+    close(returns, [[0.95125, 0, 0.975, 1.0, 0]], "0 where the mask is 0")
+
+
+def test_B11_gamma_discounts_the_next_value_and_lambda_the_next_advantage():
+    # delta_1 = 1 - 2 = -1; delta_0 = 0 + 0.9 * 2 - 1 = 0.8; A_0 = 0.8 + 0.9 * 0.5 * -1 = 0.35
+    advantages, _ = ppo.gae(rows64([0, 1]), rows64([1, 2]), torch.ones(1, 2), gamma=0.9, lam=0.5)
+    close(advantages, [[0.35, -1.0]], "delta_t + gamma lam A_(t+1)")
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.99, 0.0)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4])
+def test_B11_gae_is_a_plain_loop_over_the_real_tokens_whatever_stands_in_the_padding(gamma, lam, bad):
+    mask, make = random_rows(seed=1, holes=True)
+    rewards, values = spoiled(make(), mask, bad), spoiled(make(), mask, bad)
+    advantages, returns = ppo.gae(rewards, values, mask, gamma, lam)
+    for i, row in enumerate(mask.bool()):
+        r, v = rewards[i][row].tolist(), values[i][row].tolist() + [0.0]
+        expected, advantage = [], 0.0
+        for t in reversed(range(len(r))):
+            advantage = r[t] + gamma * v[t + 1] - v[t] + gamma * lam * advantage
+            expected.insert(0, advantage)
+        close(advantages[i][row], expected, "GAE, eq. 16", 1e-12)
+    assert (advantages[mask == 0] == 0).all() and (returns[mask == 0] == 0).all(), "0 where the mask is 0"
+    (advantages + returns).sum().backward()
+    for x in (rewards, values):
+        assert x.grad.isfinite().all() and (x.grad[mask == 0] == 0).all(), f"{bad} under mask 0 has no gradient"
+
+
+def test_B11_with_gamma_and_lambda_1_the_advantage_is_the_sum_of_rewards_to_come_less_the_value():
+    mask, make = random_rows(seed=2)
+    rewards, values = make() * mask, make()
+    to_come = rewards.flip(1).cumsum(1).flip(1)
+    close(ppo.gae(rewards, values, mask, 1.0, 1.0)[0], (to_come - values) * mask, "Monte Carlo", 1e-12)
+
+
+def test_B11_gae_and_whitening_agree_with_easyr1():
+    # Recorded from EasyR1's compute_gae_advantage_return, gamma 0.99, lambda 0.9, float64; it whitens as well.
+    rewards = rows64([-0.42118920854336855, -0.07189392460957575, -0.2447599734228689, 0.9264148465409054,
+                      -0.6894484229582267, -0.6023573285964183, 0.273013414827296])  # fmt: skip
+    values = rows64([-0.28065288240993835, -0.8098960320124117, 2.04840073977315, 0.8521186992134101,
+                     0.4503838319603026, 0.9714559145272655, 0.1612549427679177])  # fmt: skip
+    mask = torch.ones(1, 7)
+    advantages, returns = ppo.gae(rewards, values, mask, 0.99, 0.9)
+    close(returns, [[-0.3918394423848619, 0.12292870182686355, -0.008943935803706449, 0.16998460875088117,
+                     -0.8990103671763123, -0.3431381366512737, 0.273013414827296]], "returns", 1e-12)  # fmt: skip
+    close(ppo.whiten(advantages, mask), [[0.5151958439340963, 1.5350582992797914, -1.385946036454386,
+          -0.04254520136562942, -0.6943710358356718, -0.6603758438744315, 0.7329839743162309]],
+          "whitened advantages", 1e-7)  # fmt: skip
+
+
+# ---------------------------------------------------------------- whiten
+
+
+def test_B12_whitening_gives_mean_0_and_sample_variance_1_over_the_real_tokens():
+    close(
+        ppo.whiten(rows64([1, math.nan, 2, 3]), torch.tensor([[1, 0, 1, 1]])),
+        [[-1, 0, 0, 1]],
+        "variance (1 + 0 + 1) / 2",
+    )
+    for bad in (math.nan, math.inf, 1e4):
+        mask, make = random_rows(seed=3, holes=True)
+        x = spoiled(make(5) + 2, mask, bad)
+        white = ppo.whiten(x, mask)
+        kept = white[mask.bool()]
+        close(torch.stack([kept.mean(), kept.var()]), [0, 1], "one mean and one variance for the whole batch")
+        assert (white[mask == 0] == 0).all(), "0 where the mask is 0"
+        (white**3).sum().backward()
+        assert x.grad.isfinite().all() and (x.grad[mask == 0] == 0).all(), f"{bad} under mask 0 has no gradient"
+
+
+@pytest.mark.parametrize("x, mask", [([5.0, 9.0], [1, 0]), ([5.0, 9.0], [0, 0]), ([0.9] * 8, [1] * 8)])
+def test_whitening_one_token_none_or_equal_ones_gives_exactly_0(x, mask):
+    x = torch.tensor([x], requires_grad=True)
+    white = ppo.whiten(x, torch.tensor([mask]))
+    white.sum().backward()
+    assert (white == 0).all() and (x.grad == 0).all(), "nothing to compare: 0, not NaN and not a rounding error"
+
+
+# ---------------------------------------------------------------- policy_loss
+
+
+# ratio, advantage, loss, d loss / d log_prob = -advantage * ratio unless the clip took it away, metric that counts it
+CELLS = [
+    (0.5, 1.0, -0.5, -0.5, None),  # a good token become rarer: not clipped, it must come back
+    (1.0, 1.0, -1.0, -1.0, None),
+    (1.5, 1.0, -1.2, 0.0, "high"),  # a good token 1.5 as likely: enough
+    (0.5, -1.0, 0.8, 0.0, "low"),  # a bad token half as likely: enough
+    (1.0, -1.0, 1.0, 1.0, None),
+    (1.5, -1.0, 1.5, 1.5, None),  # a bad token become likelier: not clipped
+    (10.0, -1.0, 3.0, 0.0, "dual"),  # B9: but bounded, by clip_dual * 1
+]
+
+
+@pytest.mark.parametrize("ratio, advantage, loss_is, gradient, metric", CELLS)
+def test_B9_the_six_cells_of_the_clip_and_the_dual_clip(ratio, advantage, loss_is, gradient, metric):
+    log_probs = rows64([math.log(ratio)]).requires_grad_()
+    loss, metrics = ppo.policy_loss(log_probs, rows64([0]), rows64([advantage]), torch.ones(1, 1))
+    loss.backward()
+    close(loss, loss_is, "-min(r A, clip(r) A), at most -clip_dual A for A < 0")
+    close(log_probs.grad, [[gradient]], "a clipped token has no gradient")
+    for name in ("low", "high", "dual"):
+        assert metrics[f"clip_ratio/{name}_mean"] == (name == metric), f"{name}: only tokens whose gradient was taken"
+    close(metrics["approx_kl"], -math.log(ratio), "approx_kl = old - new log-prob")
+
+
+def test_B9_clip_low_and_clip_high_are_set_apart():
+    def loss(ratio, advantage, **options):
+        return ppo.policy_loss(
+            rows64([math.log(ratio)]), rows64([0]), rows64([advantage]), torch.ones(1, 1), **options
+        )[0]
+
+    close(loss(1.5, 1.0, clip_high=0.28), -1.28, "1 + clip_high, DAPO's clip-higher")
+    close(loss(0.5, -1.0, clip_low=0.1, clip_high=0.28), 0.9, "1 - clip_low")
+    close(loss(10.0, -1.0, clip_dual=None), 10.0, "no dual clip, no bound (A12)")
+
+
+def test_B9_policy_loss_agrees_with_easyr1():
+    # Recorded from EasyR1's compute_policy_loss, clip 0.2 / 0.3, dual 3: the per-token losses of one answer, float64.
+    log_probs = rows64([-1.0683876476480867, -0.8683139486355624, -1.3759256009996355, -1.207849358569276,
+                        -1.6198680941519892, -0.6257372044192566, -1.5834147230266646])  # fmt: skip
+    old = rows64([-1.3255241083965972, -0.9282838307415636, -1.7634573957464854, -1.100228005527798,
+                  -1.8120749597706796, -0.7360851328176596, -1.263848942045068])  # fmt: skip
+    advantages = rows64([-0.600270633877665, 1.1589735713289677, -0.7148316469492509, -0.6686962592190029,
+                         -0.16115634722258582, -0.6875323668262259, -0.8326801687232895])  # fmt: skip
+    expected = [0.7762829427962312, -1.2306034307754723, 1.0531899138485707, 0.600467538071619, 0.19530879304700097,
+                0.7677443774264808, 0.6661441349786317]  # fmt: skip
+    loss, metrics = ppo.policy_loss(log_probs, old, advantages, torch.ones(1, 7), clip_low=0.2, clip_high=0.3)
+    close(loss, sum(expected) / 7, "token mean", 1e-12)
+    close(metrics["clip_ratio/low_mean"], 1 / 7, "the last token's ratio is 0.726 with a negative advantage")
+
+
+@pytest.mark.parametrize("log_ratio", [200.0, -200.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_log_ratios_of_200_stay_finite(log_ratio, advantage):
+    log_probs = torch.full((1, 2), log_ratio, requires_grad=True)
+    loss, _ = ppo.policy_loss(
+        log_probs, torch.zeros(1, 2), torch.full((1, 2), advantage), torch.ones(1, 2), clip_dual=None
+    )
+    loss.backward()
+    assert loss.isfinite() and log_probs.grad.isfinite().all(), "clamped to +-20 before exp"
+
+
+def both_losses(mask, make, bad, rows=slice(None), **options):
+    """The two losses of random tensors with bad under mask 0, their gradients and their metrics, in one vector."""
+    torch.manual_seed(7)
+    data = [make(0.5) for _ in range(6)]
+    x = [spoiled(t, mask, bad) for t in data]
+    m = mask[rows]
+    loss, metrics = ppo.policy_loss(*(t[rows] for t in x[:3]), m, **options)
+    value, more = ppo.value_loss(*(t[rows] for t in x[3:]), m, **options)
+    (loss + value).backward()
+    return torch.stack([loss, value]).detach(), torch.stack([t.grad for t in x]), metrics | more
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.long, torch.float32])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4])
+def test_what_stands_under_mask_0_has_no_influence_on_value_gradient_or_metric(bad, kind):
+    mask, make = random_rows(seed=4, holes=True)
+    loss, gradient, metrics = both_losses(mask.to(kind), make, 0.0)
+    bad_loss, bad_gradient, bad_metrics = both_losses(mask.to(kind), make, bad)
+    assert gradient.abs().sum() > 0 and (bad_gradient[:, mask == 0] == 0).all(), f"{bad} under mask 0 has no gradient"
+    assert torch.equal(loss, bad_loss) and torch.equal(gradient, bad_gradient), (
+        f"{bad} under mask 0: value and gradient"
+    )
+    assert metrics == bad_metrics and metrics["vf_clip_ratio"] > 0, f"{bad} under mask 0: metrics"
+
+
+def test_the_mean_is_over_tokens_and_any_split_into_micro_batches_gives_the_same_gradient():
+    mask, make = random_rows(B=7, seed=5)
+    whole, gradient, _ = both_losses(mask, make, math.nan)
+    for size in (1, 2, 3, 7):
+        parts = [
+            both_losses(mask, make, math.nan, slice(i, i + size), normalizer=mask.sum()) for i in range(0, 7, size)
+        ]
+        close(sum(loss for loss, _, _ in parts), whole, f"micro-batches of {size}: same loss", 1e-12)
+        close(sum(g for _, g, _ in parts), gradient, f"micro-batches of {size}: same gradient", 1e-12)
+    # lengths 1 and 3, one token worth -4, three worth 0: the token mean is -1, the mean of the rows' means would be -2
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1]])
+    loss, metrics = ppo.policy_loss(torch.zeros(2, 3), torch.zeros(2, 3), rows64([4, 9, 9], [0, 0, 0]), mask)
+    close(loss, -1.0, "a mean over tokens")
+    _, metrics = ppo.policy_loss(torch.zeros(2, 3), rows64([4, 9, 9], [0, 0, 0]), torch.zeros(2, 3), mask)
+    close(metrics["approx_kl"], 1.0, "approx_kl is a mean over the same tokens: (4 + 0 + 0 + 0) / 4")
+
+
+def test_an_all_zero_mask_gives_0_and_gradient_0():
+    mask, make = torch.zeros(2, 3), lambda scale: torch.randn(2, 3, dtype=torch.float64)
+    loss, gradient, metrics = both_losses(mask, make, math.nan)
+    assert (loss == 0).all() and (gradient == 0).all() and not any(metrics.values()), "0, never NaN"
+
+
+def test_the_gradients_are_the_derivatives_of_the_values():
+    mask, make = random_rows(B=3, T=4, seed=6, holes=True)
+    x = [make(0.5).requires_grad_() for _ in range(3)]
+    check = torch.autograd.gradcheck
+    assert check(lambda *x: ppo.policy_loss(*x, mask)[0], x)
+    assert check(lambda *x: ppo.value_loss(*x, mask)[0], x)
+    assert check(lambda *x: ppo.whiten(ppo.gae(*x, mask, 0.9, 0.8)[0], mask), x[:2])
+    assert check(lambda *x: ppo.token_rewards(*x, mask), x)
+
+
+# ---------------------------------------------------------------- value_loss
+
+
+@pytest.mark.parametrize(
+    "value, target, loss_is, gradient, clipped",
+    [
+        (1.0, 2.0, 1.62, 0.0, True),  # B10: 0.5 * max((1 - 2)^2, (0.2 - 2)^2) = 0.5 * 3.24
+        (-1.0, -2.0, 1.62, 0.0, True),  # the same below
+        (0.1, 2.0, 1.805, -1.9, False),  # within 0.2: 0.5 * 1.9^2, gradient V - R
+        (1.0, -2.0, 4.5, 3.0, False),  # it went the wrong way: not clipped, 0.5 * 9
+        (-1.0, 2.0, 4.5, -3.0, False),
+    ],
+)
+def test_B10_the_value_may_come_no_more_than_the_clip_range_nearer_to_its_return(
+    value, target, loss_is, gradient, clipped
+):
+    values = rows64([value]).requires_grad_()
+    loss, metrics = ppo.value_loss(values, rows64([0]), rows64([target]), torch.ones(1, 1))
+    loss.backward()
+    close(loss, loss_is, "0.5 * max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2)")
+    close(values.grad, [[gradient]], "no gradient where the clip holds the value back")
+    assert metrics["vf_clip_ratio"] == clipped
+
+
+# ---------------------------------------------------------------- four models on one backbone
+
+
+def make_reward_model(folder, **options):
+    """A folder as reward_model.py writes it, with random weights. Returns the model."""
+    args = reward_model.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(folder)])
+    model, tokenizer = reward_model.load(args)
+    torch.manual_seed(1)
+    model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
+    config = LoraConfig(r=8, lora_alpha=32, target_modules=args.lora_targets, **options)
+    model = get_peft_model(model, config).eval()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.05)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def trained_reward_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rm") / "rm"
+    return folder, make_reward_model(folder, task_type="SEQ_CLS")
+
+
+@pytest.fixture
+def four(trained_reward_model, tmp_path):
+    """(args, the model with its four roles, tokenizer, a batch of ids and its mask)."""
+    few = ["--max-completion-length", "6", "--prompts-per-step", "6", "--micro-batch-size", "4"]
+    args = ppo.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "out"), *few])
+    model, tokenizer = ppo.load(args)
+    config = LoraConfig(r=8, lora_alpha=32, target_modules=args.lora_targets, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config, adapter_name="actor").eval()
+    ppo.add_reward_model(model, trained_reward_model[0], args)
+    torch.manual_seed(0)
+    ids, attention_mask, mask, _ = ppo.complete(model, tokenizer, ppo.PROMPTS[:5], args)
+    return args, model, tokenizer, (ids, attention_mask, mask.shape[1])
+
+
+def roles(model, batch):
+    """What the actor, the reference, the critic and the reward model make of a batch."""
+    out = {}
+    with torch.no_grad():
+        for name in ("actor", None):
+            with ppo.use(model, name):
+                out[name or "reference"] = ppo.token_log_probs(model, *batch)
+        for name in ("critic", "reward"):
+            with ppo.use(model, name):
+                out[name] = ppo.token_scores(model, model.heads[name], *batch[:2])
+    return out
+
+
+def test_B3_before_training_the_critic_is_the_reward_model_and_the_actor_the_reference(four, trained_reward_model):
+    _, model, tokenizer, batch = four
+    out = roles(model, batch)
+    assert torch.equal(out["critic"], out["reward"]), "the critic starts from the reward model"
+    assert torch.equal(out["actor"], out["reference"]), "the actor starts from the reference: LoRA's B is 0"
+    ids, attention_mask, _ = batch
+    rows = [row[m.bool()] for row, m in zip(ids, attention_mask, strict=True)]
+    with torch.no_grad():
+        own = reward_model.answer_scores(trained_reward_model[1], rows, tokenizer.pad_token_id)
+    at_the_end = ppo.last_token_scores(out["critic"], attention_mask)
+    close(at_the_end, own, "the critic's value at the last token is the score that reward_model.py gives", 1e-4)
+
+
+def test_B3_what_trains_is_decided_once_and_stays_so_whichever_role_the_model_plays(four):
+    _, model, _, _ = four
+
+    def trained():
+        return {name for name, p in model.named_parameters() if p.requires_grad}
+
+    before = trained()
+    assert before and all(".actor." in name or "critic" in name for name in before)
+    assert "heads.critic.weight" in before and "heads.reward.weight" not in before
+    for role in ("reward", None, "critic", "actor"):
+        with ppo.use(model, role):
+            assert trained() == before, f"inside use(model, {role!r})"
+        assert trained() == before and model.active_adapter == "actor", f"after use(model, {role!r})"
+    with pytest.raises(KeyError), ppo.use(model, "reward"):
+        raise KeyError
+    assert trained() == before and model.active_adapter == "actor", "also after an error"
+
+
+def test_B3_after_ten_steps_only_actor_and_critic_have_changed_bit_for_bit(four):
+    args, model, tokenizer, _ = four
+    args.steps, args.num_ppo_epochs = 10, 1
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    assert len(list(ppo.train(model, tokenizer, ppo.PROMPTS, args))) == 10
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if ".actor." in name or "critic" in name}
+
+
+@pytest.mark.parametrize("trained, others", [("critic", ["actor", "reference"]), ("actor", ["critic", "reward"])])
+def test_B3_training_one_leaves_the_others_bit_equal(four, trained, others):
+    _, model, _, batch = four
+    before = roles(model, batch)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0)
+    for _ in range(2):
+        with ppo.use(model, trained):
+            if trained == "actor":
+                ppo.token_log_probs(model, *batch).sum().backward()
+            else:
+                ppo.token_scores(model, model.heads["critic"], *batch[:2]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = roles(model, batch)
+    assert not torch.equal(before[trained], after[trained]), f"the {trained} has learned something"
+    assert all(torch.equal(before[name], after[name]) for name in others), f"{others} are as they were"
+
+
+def test_B1_the_ratio_is_exactly_1_in_the_first_pass_and_not_in_the_second(four, monkeypatch):
+    args, model, tokenizer, _ = four
+    args.steps, args.num_ppo_epochs = 2, 2
+    approx_kl, policy_loss = [], ppo.policy_loss
+    monkeypatch.setattr(
+        ppo, "policy_loss", lambda *x, **k: approx_kl.append(policy_loss(*x, **k)[1]) or policy_loss(*x, **k)
+    )
+    _, metrics = ppo.train(model, tokenizer, ppo.PROMPTS, args)
+    approx_kl = [m["approx_kl"].item() for m in approx_kl[-6:]]  # step 2: 2 pieces and the whole batch, twice
+    assert approx_kl[:3] == [0, 0, 0], "first pass: new / old policy, bit for bit"
+    assert all(approx_kl[3:]), "second pass: the policy has moved"
+    assert metrics["kl"] != 0, "and the reference, which the actor left in step 1, does not enter the ratio"
+
+
+def test_the_penalty_for_a_missing_eos_is_paid_at_the_end_of_answers_that_were_cut_off(four, monkeypatch):
+    args, model, tokenizer, _ = four
+    args.steps, args.num_ppo_epochs, args.prompts_per_step = 1, 1, 12
+    args.max_completion_length, args.learning_rate = 24, 0.0
+    seen, answers, gae, complete = [], [], ppo.gae, ppo.complete
+    monkeypatch.setattr(ppo, "gae", lambda *x: seen.append(x) or gae(*x))
+    monkeypatch.setattr(ppo, "complete", lambda *x: answers.append(complete(*x)) or answers[-1])
+    for args.missing_eos_penalty in (0.0, 5.0):
+        torch.manual_seed(3)
+        (metrics,) = ppo.train(model, tokenizer, ppo.PROMPTS, args)
+    (free, *_), (fined, *_) = seen
+    ids, _, mask, _ = answers[0]
+    cut_off = torch.tensor([tokenizer.eos_token_id not in row for row in ids[:, -mask.shape[1] :].tolist()])
+    assert 0 < cut_off.sum() < len(cut_off), "some of these answers end and some are cut off"
+    expected = torch.zeros(mask.shape)
+    expected[range(len(mask)), mask.sum(dim=1) - 1] = 5.0 * cut_off
+    close(free - fined, expected, "5 at the last token of each answer without EOS, and nothing else", 1e-5)
+    close(metrics["completions/clipped_ratio"], cut_off.float().mean(), "the share of answers without EOS")
+
+
+# ---------------------------------------------------------------- the script
+
+
+def ppo_refused(capsys, arguments):
+    with pytest.raises(SystemExit) as end:
+        ppo.main(["--model", "tiny_llama", "--device", "cpu", *arguments])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1, "one sentence, exit status 2"
+    return error
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["--clip-dual", "1.1"], "above 1 + clip-high"),
+        (["--lam", "1.5"], "at most 1"),
+        (["--kl-coef", "-1"], "--kl-coef must be"),
+        (["--score-on", "first"], "invalid choice"),
+        (["--reward-model", "nowhere"], "nowhere has no adapter_config.json"),
+    ],
+)
+def test_bad_options_of_ppo_end_in_one_sentence_before_any_training(tmp_path, capsys, arguments, why):
+    assert why in ppo_refused(capsys, ["--out", str(tmp_path / "out"), *arguments])
+
+
+def test_a_reward_model_without_its_head_or_for_another_base_is_refused(tmp_path, capsys, trained_reward_model):
+    make_reward_model(tmp_path / "headless", task_type="CAUSAL_LM")
+    assert "no head" in ppo_refused(
+        capsys, ["--out", str(tmp_path / "o"), "--reward-model", str(tmp_path / "headless")]
+    )
+    (tmp_path / "other").mkdir()
+    for file in trained_reward_model[0].iterdir():
+        (tmp_path / "other" / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "somebody/else"
+    (tmp_path / "other" / "adapter_config.json").write_text(json.dumps(config))
+    error = ppo_refused(capsys, ["--out", str(tmp_path / "o"), "--reward-model", str(tmp_path / "other")])
+    assert "made for somebody/else" in error and "reward_model.py" in error, "the sentence names the thing and the fix"
+
+
+def test_B2_without_a_reward_model_it_says_so_and_trains_one_with_the_same_model_and_seed(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    commands = []
+    monkeypatch.setattr(
+        ppo.subprocess, "run", lambda command, **k: commands.append(command) or SimpleNamespace(returncode=2)
+    )
+    with pytest.raises(SystemExit) as end:
+        ppo.main(["--model", "tiny_llama", "--seed", "7", "--device", "cpu"])
+    assert end.value.code == 2, "what stops reward_model.py stops ppo.py"
+    assert "no reward model in runs" in capsys.readouterr().out
+    (command,) = commands
+    assert Path(command[1]).name == "reward_model.py"
+    for option, value in (("--model", "tiny_llama"), ("--seed", "7"), ("--out", str(Path("runs") / "reward_model"))):
+        assert command[command.index(option) + 1] == value, option
+
+
+def test_a_run_leaves_an_actor_that_peft_can_load(tmp_path, trained_reward_model, monkeypatch):
+    monkeypatch.setattr(ppo, "HELD_OUT_PROMPTS", ppo.HELD_OUT_PROMPTS[:2])  # to be quick
+    few = ["--steps", "1", "--prompts-per-step", "4", "--num-ppo-epochs", "1", "--learning-rate", "0.01"]
+    where = ["--out", str(tmp_path / "ppo"), "--reward-model", str(trained_reward_model[0])]
+    summary = ppo.main(["--model", "tiny_llama", "--device", "cpu", *few, *where])
+    assert summary["kl_after"]["n"] > 32 and summary["kl_after"]["mean"] != 0
+    args = ppo.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "ppo")])
+    model, tokenizer = ppo.load(args)
+    model = PeftModel.from_pretrained(model, tmp_path / "ppo")
+    estimates, _ = ppo.evaluate(model.eval(), tokenizer, args)
+    close(estimates["kl"]["mean"], summary["kl_after"]["mean"], "the actor that was judged is the one saved", 1e-4)
 
 
 # ================================================================ the files themselves
