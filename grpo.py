@@ -27,6 +27,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -203,6 +204,7 @@ def load(args):
 
     No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
     """
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft's use of what transformers renamed
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -243,7 +245,7 @@ def hub_has(name):
 
     def ask():
         with contextlib.suppress(Exception):
-            answer.append(has_file(name, "config.json"))
+            answer.append(has_file(name, ".gitattributes"))  # every model there has it, no cache does
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -497,10 +499,14 @@ def check_args(args):
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
     args.dtype = getattr(torch, args.dtype)
+    new, old = (args.out.with_name(args.out.name + ending) for ending in (".new", ".old"))
+    if old.exists() and not args.out.exists():
+        old.rename(args.out)  # a run was killed between the two renames of save
     if args.out.exists() and not (args.out / "summary.json").exists():
         stop(f"--out {args.out} is there and is no earlier result: name another folder")
     try:
-        args.out.with_name(args.out.name + ".new").mkdir(parents=True, exist_ok=True)
+        new.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(new)
     except OSError as error:
         stop(f"--out {args.out} cannot be written: {error.strerror}")
     torch.manual_seed(args.seed)
@@ -629,4 +635,7 @@ def peak_memory_mb(device):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        stop("interrupted before training began", 130)

@@ -27,6 +27,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -137,6 +138,7 @@ def load(args):
 
     No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
     """
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft's use of what transformers renamed
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -177,7 +179,7 @@ def hub_has(name):
 
     def ask():
         with contextlib.suppress(Exception):
-            answer.append(has_file(name, "config.json"))
+            answer.append(has_file(name, ".gitattributes"))  # every model there has it, no cache does
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -388,7 +390,7 @@ def main(argv=None):
     """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
     args = parse_args(argv)
     prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
-    pairs = read_pairs(args.data) if args.data else []
+    pairs = drop_ties(read_pairs(args.data)) if args.data else []
     model, tokenizer = load(args)
     check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
     material, held_out = split(group_pairs(pairs, model, tokenizer, args), args) if args.data else (prompts, None)
@@ -467,10 +469,14 @@ def check_args(args):
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
     args.dtype = getattr(torch, args.dtype)
+    new, old = (args.out.with_name(args.out.name + ending) for ending in (".new", ".old"))
+    if old.exists() and not args.out.exists():
+        old.rename(args.out)  # a run was killed between the two renames of save
     if args.out.exists() and not (args.out / "summary.json").exists():
         stop(f"--out {args.out} is there and is no earlier result: name another folder")
     try:
-        args.out.with_name(args.out.name + ".new").mkdir(parents=True, exist_ok=True)
+        new.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(new)
     except OSError as error:
         stop(f"--out {args.out} cannot be written: {error.strerror}")
     torch.manual_seed(args.seed)
@@ -487,34 +493,39 @@ def read_prompts(path):
 
 
 def read_pairs(path):
-    """The rows of a JSONL file of preferences: [{"prompt", "chosen", "rejected"}, ...], texts all.
-
-    Pairs whose answers are identical, or one of them blank, are left out and counted in a line of output.
-    """
+    """The pairs of a UTF-8 file, one JSON object a line with the texts "prompt", "chosen" and "rejected"."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: U+2028 may stand inside a text
-    except (OSError, UnicodeDecodeError) as error:
-        stop(f"--data {path} cannot be read: {error}")
-    rows = []
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: U+2028 is text
+    except OSError as error:
+        stop(f"--data {path} cannot be read: {error.strerror}")
+    pairs = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            stop(f"--data {path}, line {number}: no JSON: {error}")
-        if not isinstance(row, dict):
-            stop(f"--data {path}, line {number}: not an object with prompt, chosen and rejected")
-        for name in ("prompt", "chosen", "rejected"):
-            if not isinstance(row.get(name), str):
-                stop(f"--data {path}, line {number}: {name} is {'no text' if name in row else 'missing'}")
-        if not row["prompt"].strip():
-            stop(f"--data {path}, line {number}: prompt is blank")
-        rows.append(row)
-    good = [r for r in rows if r["chosen"].strip() and r["rejected"].strip() and r["chosen"] != r["rejected"]]
-    if len(good) < len(rows):
-        print(f"{path}: {len(rows) - len(good)} pairs with identical or blank answers are skipped")
-    return good or stop(f"--data {path} has no pair to learn from")
+            pair = json.loads(line.decode())
+            if not isinstance(pair, dict):
+                raise ValueError("it is no JSON object")
+            for name in ("prompt", "chosen", "rejected"):
+                if not isinstance(pair.get(name), str):
+                    raise ValueError(f"it has no text {name!r}")
+                pair[name].encode()  # half a surrogate pair is no text
+            if not pair["prompt"].strip():
+                raise ValueError("its prompt is empty")
+        except json.JSONDecodeError as error:
+            stop(f"--data {path}, line {number}: it is not JSON: {error.msg}, column {error.colno}")
+        except (ValueError, RecursionError) as error:
+            stop(f"--data {path}, line {number}: {error}")
+        pairs.append(pair)
+    return pairs or stop(f"--data {path} holds no pairs")
+
+
+def drop_ties(pairs):
+    """The pairs that can be ranked: without those whose answers are identical or blank, counted in a line of output."""
+    good = [p for p in pairs if p["chosen"].strip() and p["rejected"].strip() and p["chosen"] != p["rejected"]]
+    if len(good) < len(pairs):
+        print(f"{len(pairs) - len(good)} pairs with identical or blank answers are skipped")
+    return good or stop("--data: no pair is left to learn from")
 
 
 def group_pairs(pairs, model, tokenizer, args):
@@ -671,4 +682,7 @@ def peak_memory_mb(device):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        stop("interrupted before training began", 130)

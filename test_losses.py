@@ -818,6 +818,15 @@ def test_a_failed_save_leaves_the_old_result_whole(tmp_path, quick):
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files, "written beside it, renamed at the end"
 
 
+def test_a_kill_between_the_two_renames_of_save_loses_nothing(tmp_path):
+    (tmp_path / "x.old").mkdir()
+    (tmp_path / "x.old" / "summary.json").write_text("{}")
+    (tmp_path / "x.new").mkdir()
+    (tmp_path / "x.new" / "half").touch()
+    grpo.parse_args(["--out", str(tmp_path / "x")])
+    assert [path.name for path in tmp_path.iterdir()] == ["x"] and (tmp_path / "x" / "summary.json").exists()
+
+
 def test_without_a_network_the_default_is_the_cached_model_or_tiny_llama_and_soon(tmp_path):
     code = """if True:
         import time; start = time.time()
@@ -1538,26 +1547,27 @@ def test_a_file_with_bom_crlf_blank_lines_and_line_separators_is_read(tmp_path, 
 
 def test_identical_and_blank_answers_are_skipped_and_counted(tmp_path, capsys):
     same, blank = LINE.replace(" c", " b"), LINE.replace(" c", "")
-    assert len(reward_model.read_pairs(write(tmp_path / "f", "\n".join([LINE, same, blank])))) == 1
+    pairs = reward_model.read_pairs(write(tmp_path / "f", "\n".join([LINE, same, blank])))
+    assert len(pairs) == 3 and len(reward_model.drop_ties(pairs)) == 1
     assert "2 pairs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "text, why",
     [
-        (f"{LINE}\n{{oops}}", "line 2: no JSON"),
-        (f"{LINE}\n[1]", "line 2: not an object"),
-        (f'{LINE}\n\n{{"prompt": "a", "chosen": " b"}}', "line 3: rejected is missing"),
-        (LINE.replace('" b"', "[1]"), "line 1: chosen is no text"),
-        (LINE.replace('"a"', '" "'), "line 1: prompt is blank"),
-        ("", "no pair"),
-        (LINE.replace(" c", " b"), "no pair"),
-        (b"\xff\xfe", "cannot be read"),
+        (f"{LINE}\n{{oops}}", "line 2: it is not JSON"),
+        (f"{LINE}\n[1]", "line 2: it is no JSON object"),
+        (f'{LINE}\n\n{{"prompt": "a", "chosen": " b"}}', "line 3: it has no text 'rejected'"),
+        (LINE.replace('" b"', "[1]"), "line 1: it has no text 'chosen'"),
+        (LINE.replace('"a"', '" "'), "line 1: its prompt is empty"),
+        ("", "no pairs"),
+        (LINE.replace(" c", " b"), "no pair is left"),
+        (b"\xff\xfe", "utf-8"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number_and_what_is_wrong(tmp_path, capsys, text, why):
     with pytest.raises(SystemExit) as end:
-        reward_model.read_pairs(write(tmp_path / "f", text))
+        reward_model.drop_ties(reward_model.read_pairs(write(tmp_path / "f", text)))
     error = capsys.readouterr().err
     assert end.value.code == 2 and why in error and error.count("\n") == 1, "one sentence, exit status 2"
 
