@@ -486,9 +486,9 @@ def pair_metrics(log_probs, ref, args):
 
 
 def loss_options(args):
-    """dpo_loss's options from the command line, as far as they were given."""
+    """dpo_loss's options from the command line."""
     names = ("beta", "loss_type", "label_smoothing", "f_divergence_type", "reference_free")
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {name: getattr(args, name) for name in names}
 
 
 def evaluate_pairs(model, pairs, args):
@@ -503,6 +503,7 @@ def evaluate_pairs(model, pairs, args):
 
 
 def parse_args(argv):
+    """The options of this script, checked."""
     parser = common_options(steps=60, learning_rate=1e-3)
     add = parser.add_argument
     add("--data", type=Path, help="JSONL file of pairs (prompt, chosen, rejected); without it the model makes them")
@@ -512,9 +513,9 @@ def parse_args(argv):
     add("--prompts-per-step", type=int, default=16, help="pairs in a batch")
     add("--beta", type=float, default=0.1, help="how much it costs to leave the reference")
     add("--loss-type", default="sigmoid", help="sigmoid, ipo, hinge, ...: dpo_loss has all thirteen")
-    add("--label-smoothing", type=float, help="share of pairs taken to be labelled the wrong way round; without it 0")
+    add("--label-smoothing", type=float, default=0.0, help="share of pairs taken to be labelled the wrong way round")
     add("--f-divergence-type", default="reverse_kl", help="reverse_kl, js_divergence or alpha_divergence")
-    add("--reference-free", action="store_const", const=True, help="a loss without the reference")
+    add("--reference-free", action="store_true", help="a loss without the reference")
     args = check_args(parser.parse_args(argv))
     if args.data and args.prompts:
         stop("--prompts is what pairs are made from, and --data brings them: give one of the two")

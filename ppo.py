@@ -523,6 +523,7 @@ def checked(rewards, completions, step):
 
 
 def parse_args(argv):
+    """The options of this script, checked."""
     parser = common_options(steps=60, learning_rate=1e-3)
     add = parser.add_argument
     add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one a line")

@@ -371,6 +371,7 @@ def pair_rows(groups, device):
 
 
 def parse_args(argv):
+    """The options of this script, checked."""
     parser = common_options(steps=120, learning_rate=3e-3)
     add = parser.add_argument
     add("--prompts", type=Path, help="file of prompts to use instead of the built-in ones, one a line")

@@ -877,7 +877,7 @@ def dpo_grads(chosen, rejected, ref_chosen, ref_rejected, **options):
 
 def dpo_options(**changes):
     values = dict(device=torch.device("cpu"), temperature=1.0, micro_batch_size=64, prompts_per_step=5, steps=1)
-    values |= dict(learning_rate=0.1, beta=0.1, loss_type="sigmoid", label_smoothing=None, reference_free=None)
+    values |= dict(learning_rate=0.1, beta=0.1, loss_type="sigmoid", label_smoothing=0.0, reference_free=False)
     return SimpleNamespace(**(values | dict(f_divergence_type="reverse_kl") | changes))
 
 
