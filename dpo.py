@@ -5,13 +5,13 @@
     x: the prompt      y_w: the chosen answer      y_l: the rejected answer      log pi(y|x): the sum over y's tokens
 
 In memory: one model. The policy is its frozen weights plus a LoRA adapter; the reference is the same weights with the
-adapter switched off, needed once: its log-probs of all answers are numbers that do not change. Off-line: the answers
-are sampled before training, by the model itself, and a rater's best is paired with its worst.
+adapter switched off, needed once: its log-probs never change, so they are computed before training. Off-line: the
+answers are sampled before training, by the model itself, and a rater pairs the best with the worst.
 
-    python dpo.py                           # babylm/babyllama-100m-2024; without a network the embedded tiny_llama
-    python dpo.py --data runs/dpo/pairs.jsonl --loss-type ipo       # the same pairs again, or a file of your own
+    python dpo.py                           # babylm/babyllama-100m-2024; offline the embedded tiny_llama
+    python dpo.py --data runs/dpo/pairs.jsonl --loss-type apo_zero  # the same pairs again, or a file of your own
 
-DPO (arXiv 2305.18290); the papers of its twelve variants stand in dpo_loss.
+DPO (arXiv 2305.18290); dpo_loss cites the papers of its twelve variants.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def sequence_log_probs(log_probs, mask, average=False):
     """log pi(y|x) = sum over the answer's tokens of log pi(y_t | x, y_<t): (B, T), (B, T) -> (B,).
 
     mask: 1 = a token of the answer, its EOS included. What stands under 0 has no influence. average=True divides by the
-    number of tokens, as IPO's loss wants it. An empty row gives 0.
+    number of tokens, as TRL does for IPO. An empty row gives 0.
     Shown by B14 in test_losses.py: -1 - 2 - 4 = -7, on average -2.333333.
     """
     mask = mask.bool()
@@ -59,7 +59,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
 
     chosen, rejected, ref_chosen, ref_rejected: (B,) log-probs of the answers under policy and reference: sums over
     their tokens, for ipo means (see sequence_log_probs). reference_free: the reference's log-probs count as 0.
-    The rewards are beta * (policy - reference): what an answer is worth by the policy's own account.
+    The rewards are beta * (policy - reference), DPO's implicit reward.
 
     With  c = chosen - ref_chosen,  r = rejected - ref_rejected,  h = f(c) - f(r),  L(x) = -log sigmoid(x),
     S(x) = (1 - s) L(x) + s L(-x),  s = label_smoothing, the share of pairs thought to be labelled the wrong way round:
@@ -67,9 +67,9 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         sigmoid    S(beta h)                                                   DPO, 2305.18290 eq. 7 (s > 0: cDPO)
         robust     ((1 - s) L(beta h) - s L(-beta h)) / (1 - 2 s)              rDPO, 2403.00409
         exo_pair   KL of (sigmoid(beta h), sigmoid(-beta h)) from (1 - s, s)   EXO, 2402.00856 eq. 16; s = 0 is 1e-3
-        hinge      max(0, 1 - beta h)                                          SLiC, 2305.10425; RSO, 2309.06657
+        hinge      max(0, 1 - beta h)                                          RSO, 2309.06657, after SLiC, 2305.10425
         ipo        (h - 1 / (2 beta))^2                                        IPO, 2310.12036 eq. 17
-        bco_pair   L(beta c - d) + L(d - beta r), d = mean of the rewards      BCO, 2404.04656
+        bco_pair   L(beta c - d) + L(d - beta r), d = mean of the rewards      BCO, 2404.04656 (TRL: a running mean)
         sppo_hard  (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2                 SPPO, 2405.00675 eq. 4.7
         nca_pair   L(beta c) + L(-beta c) / 2 + L(-beta r) / 2                 NCA, 2402.05369
         aot_pair   S(beta (sort(c) - sort(r)))                                 AOT, 2406.05882, unpaired
@@ -78,9 +78,10 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         apo_down   sigmoid(beta c) + sigmoid(-x), x = beta (c - r)             APO, 2408.06266 eq. 8
         discopop   (1 - m) L(x) + m exp(-x), m = sigmoid(x / discopop_tau)     DiscoPOP, 2406.08414 eq. 5
 
-    f is f_divergence_type (f-DPO, 2309.16240 table 1; a constant would cancel): "reverse_kl" u, "js_divergence"
-    log sigmoid(u), "alpha_divergence" -exp(-alpha u) / alpha. Exponents are clamped to +-40: ipo's square is finite.
-    bco_pair and both aot compare the pairs of the batch with each other: their losses are the batch's, not the pairs'.
+    f is f_divergence_type (f-DPO, 2309.16240 table 1, in the log-ratio u; constants cancel): "reverse_kl" u,
+    "js_divergence" log sigmoid(u), "alpha_divergence" -exp(-alpha u) / alpha. Exponents are clamped to +-40, so that
+    even ipo's square is finite. Names, and the numbers of EXO's, SPPO's, APO's and DiscoPOP's equations, are TRL's.
+    bco_pair, aot_pair and aot compare the pairs of a batch, so a loss there belongs to no single pair.
     Shown by B14-B17 in test_losses.py: ln 2 at the start; c = 1, r = -1 gives 0.598139, with s = 0.1 0.618139.
     """
     if reference_free:
@@ -95,7 +96,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         "alpha_divergence": lambda u: -torch.exp((-alpha * u).clamp(-40, 40)) / alpha,
     }
     if f_divergence_type not in divergences:
-        raise ValueError(f"there is no f_divergence_type {f_divergence_type!r}: {', '.join(divergences)}")
+        raise ValueError(f"unknown f_divergence_type {f_divergence_type!r}: {', '.join(divergences)}")
     f = divergences[f_divergence_type]
     h, x, half = f(c) - f(r), beta * (c - r), 1 / (2 * beta)
     p, q, e = torch.sigmoid(beta * h), torch.sigmoid(-beta * h), s or 1e-3
@@ -127,7 +128,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
     }
     smoothed, divergent = ("sigmoid", "robust", "exo_pair", "aot_pair", "aot"), list(losses)[:5]
     if loss_type not in losses:
-        raise ValueError(f"there is no loss_type {loss_type!r}: {', '.join(losses)}")
+        raise ValueError(f"unknown loss_type {loss_type!r}: {', '.join(losses)}")
     if not 0 <= s < 0.5:
         raise ValueError(f"label_smoothing is {s}; it must be at least 0 and below 0.5")
     if s and loss_type not in smoothed:
@@ -186,7 +187,7 @@ def load(args):
 
     No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning)  # peft's use of what transformers renamed
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft uses names that transformers has renamed
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -198,14 +199,14 @@ def load(args):
     name = args.model or "babylm/babyllama-100m-2024"
     try:
         try:
-            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: the hub is not asked
+            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: no network
         except OSError:
             if Path(name).exists() or name == "tiny_llama":
                 raise
             if hub_has(name):
                 model, tokenizer = read(name)
             elif args.model:
-                raise OSError("it is no folder, not in the cache, and the hub has none or cannot be reached") from None
+                raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
             else:
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
                 model, tokenizer = read(name := "tiny_llama", local_files_only=True)
@@ -214,9 +215,9 @@ def load(args):
     if tokenizer.eos_token_id is None:
         stop(f"the tokenizer of {name!r} has no end-of-text token, so no completion could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    layers = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "weight", None) is not None}
-    for target in set(args.lora_targets) - layers:
-        stop(f"--lora-targets {target}: no layer of the model has this name, but {', '.join(sorted(layers))}")
+    weights = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
+    for target in sorted(set(args.lora_targets) - weights):
+        stop(f"--lora-targets {target}: the model has no such layer; it has {', '.join(sorted(weights))}")
     args.model = name
     return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
 
@@ -227,7 +228,7 @@ def hub_has(name):
 
     def ask():
         with contextlib.suppress(Exception):
-            answer.append(has_file(name, ".gitattributes"))  # every model there has it, no cache does
+            answer.append(has_file(name, ".gitattributes"))  # in every repository there, in no cache: this really asks
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -239,44 +240,45 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
     """Log-probs of the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens, float32.
 
     The logits at position t predict token t + 1, so they are read one position earlier. They are divided by the
-    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0.
+    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0; at
+    least one completion token must be real.
     Shown by A6 and A7 in test_losses.py.
     """
     used = attention_mask.any(dim=0)  # (L,)
-    behind = int((~used[-num_tokens:]).sum())  # columns behind the longest completion
+    behind = int((~used[-num_tokens:]).sum())  # columns that are padding after the longest completion
     input_ids, attention_mask, num_tokens = input_ids[:, used], attention_mask[:, used], num_tokens - behind
     logits = model(
-        input_ids=input_ids[:, :-1],  # what would follow the last token, nobody asks
+        input_ids=input_ids[:, :-1],  # the last token predicts nothing we need
         attention_mask=attention_mask[:, :-1],
         position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
         use_cache=False,
-        logits_to_keep=num_tokens,  # no logits for the prompt
-    ).logits  # (B, T, V)
+        logits_to_keep=torch.arange(-num_tokens, 0),  # none for the prompt; indices are faster here than a number
+    ).logits.float()  # (B, T, V)
     logits = logits if temperature == 1 else logits / temperature
     targets = input_ids[:, -num_tokens:]  # (B, T)
-    log_probs = -F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
+    log_probs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     return F.pad(log_probs, (0, behind))
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """1 up to each row's first EOS, that one included, 0 behind it: (B, T) -> (B, T). Right also where pad == EOS."""
+    """1 up to and including each row's first EOS, 0 after it: (B, T) -> (B, T). Right also where pad == EOS."""
     is_eos = (completion_ids == eos_token_id).long()
     return (is_eos.cumsum(dim=1) - is_eos == 0).long()
 
 
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature=1.0, eos_token_id, pad_token_id):
-    """Sample a completion to each left-padded prompt: (B, P), (B, P) -> (B, T), padded behind the EOS.
+    """Sample a completion for each left-padded prompt: (B, P), (B, P) -> (B, T), padded after the EOS.
 
     Plain sampling from the softmax: with top-k or top-p the tokens would come from another distribution than the one
     whose log-probs are trained.
     """
-    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
     completion, done = [], torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # done: (B, 1)
     while len(completion) < max_completion_length and not done.all():
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **keywords).logits[:, -1]  # (B, V)
-        # Where a uniform number falls in the cumulative sum: torch.multinomial's draw in a fraction of its time.
+        # Inverse-CDF sampling: the distribution of torch.multinomial in a fraction of its time.
         cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
         u = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, u, right=True).clamp(max=logits.shape[1] - 1)  # the action: (B, 1)
@@ -288,7 +290,7 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
 
 
 def complete(model, tokenizer, prompts, args):
-    """Sample one completion a prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
+    """Sample one completion per prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
     options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
     options["pad_token_id"] = tokenizer.pad_token_id
@@ -300,9 +302,9 @@ def complete(model, tokenizer, prompts, args):
 
 @torch.no_grad()
 def evaluate(model, tokenizer, args):
-    """16 answers to each of the 16 held-out prompts: their happiness and, in nats a token, their KL to the reference.
+    """16 answers to each of the 16 held-out prompts: their happiness and the mean k1 of their KL, in nats per token.
 
-    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]).
+    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]). A KL that is not finite stops the run.
     """
     texts, kl = [], []
     with torch.random.fork_rng():
@@ -314,6 +316,8 @@ def evaluate(model, tokenizer, args):
             with model.disable_adapter():
                 log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             kl.append(log_ratio[mask.bool()])
+    if not torch.cat(kl).isfinite().all():
+        raise ArithmeticError("the log-probs of the held-out answers are not finite")
     estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
     return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
 
@@ -354,11 +358,11 @@ def read_pairs(path):
         try:
             pair = json.loads(line.decode())
             if not isinstance(pair, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             for name in ("prompt", "chosen", "rejected"):
                 if not isinstance(pair.get(name), str):
                     raise ValueError(f"it has no text {name!r}")
-                pair[name].encode()  # half a surrogate pair is no text
+                pair[name].encode()  # a lone surrogate is no text
             if not pair["prompt"].strip():
                 raise ValueError("its prompt is empty")
         except json.JSONDecodeError as error:
@@ -374,8 +378,8 @@ def split_pairs(pairs):
     other prompts, a tenth of those (two at least; none of fewer than four)."""
     prompts = list(dict.fromkeys(pair["prompt"] for pair in pairs))
     held_out = set(prompts) & set(HELD_OUT_PROMPTS)
-    if len(held_out) in (0, len(prompts)):
-        held_out = set(prompts[:: min(10, len(prompts) // 2)] if len(prompts) > 3 else [])
+    if len(held_out) in (0, len(prompts)):  # none, or nothing else
+        held_out = set(prompts[:: min(10, (len(prompts) + 1) // 2)] if len(prompts) > 3 else [])
     return [p for p in pairs if p["prompt"] not in held_out], [p for p in pairs if p["prompt"] in held_out]
 
 
@@ -445,15 +449,15 @@ def train(model, pairs, args):
 
     queue = []
     for step in range(1, args.steps + 1):
-        # 2. A batch of B pairs. Each pair has its turn before any has a second one.
+        # 2. A batch of B pairs. Every pair is used once before any is used again.
         while len(queue) < args.prompts_per_step:
             queue += torch.randperm(len(pairs)).tolist()
         batch, queue = queue[: args.prompts_per_step], queue[args.prompts_per_step :]
         batch, ref = [pairs[i] for i in batch], reference[:, batch]  # (2, B)
 
         # 3. The loss of the whole batch, in which a micro-batch's rows alone carry a gradient: the gradients add up to
-        #    the batch's, even where the loss compares pairs with each other. Only there the other rows' numbers matter
-        #    and must be had first; elsewhere the reference's stand in.
+        #    the batch's, even where the loss compares pairs with each other. Such a loss needs the other rows' values
+        #    first; for the others any values do, here the reference's.
         coupled = args.loss_type in ("bco_pair", "aot_pair", "aot") and 2 * len(batch) > args.micro_batch_size
         log_probs = all_log_probs(model, batch, args) if coupled else ref  # (2, B)
         for rows, new in pair_log_probs(model, batch, args):
@@ -477,7 +481,7 @@ def pair_metrics(log_probs, ref, args):
     return {
         "loss": losses,
         "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (chosen > rejected).float(),  # policy = reference, two equal rewards: 0
+        "rewards/accuracies": (chosen > rejected).float(),  # a tie, as with policy = reference, counts as wrong
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "logps/chosen": log_probs[0].detach(),
@@ -504,14 +508,14 @@ def evaluate_pairs(model, pairs, args):
 
 def parse_args(argv):
     """The options of this script, checked."""
-    parser = common_options(steps=60, learning_rate=1e-3)
+    parser = common_options(steps=48, learning_rate=3e-3)
     add = parser.add_argument
     add("--data", type=Path, help="JSONL file of pairs (prompt, chosen, rejected); without it the model makes them")
     add("--prompts", type=Path, help="file to make pairs from instead of the built-in prompts, one a line")
-    add("--pairs", type=int, default=256, help="pairs to make and train on; a quarter more is held out")
+    add("--pairs", type=int, default=384, help="pairs to make and train on; a quarter more is held out")
     add("--num-generations", type=int, default=8, help="answers that a pair is the best and the worst of")
     add("--prompts-per-step", type=int, default=16, help="pairs in a batch")
-    add("--beta", type=float, default=0.1, help="how much it costs to leave the reference")
+    add("--beta", type=float, default=0.3, help="how much it costs to leave the reference")
     add("--loss-type", default="sigmoid", help="sigmoid, ipo, hinge, ...: dpo_loss has all thirteen")
     add("--label-smoothing", type=float, default=0.0, help="share of pairs taken to be labelled the wrong way round")
     add("--f-divergence-type", default="reverse_kl", help="reverse_kl, js_divergence or alpha_divergence")
@@ -530,20 +534,17 @@ def parse_args(argv):
 
 def main(argv=None):
     """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
-    args = parse_args(argv)
+    start, args = time.perf_counter(), parse_args(argv)
     pairs = read_pairs(args.data) if args.data else []
     prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
     model, tokenizer = load(args)
     check_context(model, tokenizer, HELD_OUT_PROMPTS + ([] if args.data else prompts), args)
     if not args.data:
-        start = time.perf_counter()
+        begun = time.perf_counter()
         sources = (prompts, args.pairs), (HELD_OUT_PROMPTS, max(args.pairs // 4, len(HELD_OUT_PROMPTS)))
         sources = [source[i % len(source)] for source, count in sources for i in range(count)]
-        try:
-            pairs = make_pairs(model, tokenizer, sources, args)
-        except KeyboardInterrupt:
-            stop("interrupted while the pairs were made; nothing is saved", 130)
-        seconds, ties = time.perf_counter() - start, len(sources) - len(pairs)
+        pairs = make_pairs(model, tokenizer, sources, args)
+        seconds, ties = time.perf_counter() - begun, len(sources) - len(pairs)
         print(f"{len(pairs)} pairs made in {seconds:.1f} s; {ties} left out, all answers being equally good")
     context = getattr(model.config, "max_position_embeddings", math.inf)
     encoded, held_out = (encode_pairs(tokenizer, part, context) for part in split_pairs(pairs))
@@ -553,11 +554,12 @@ def main(argv=None):
         stop("no pair is left to train on")
 
     config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config).eval()  # LoRA's B is 0 at the start: policy and reference are one
+    torch.manual_seed(args.seed)  # the same run whether the pairs were made or read
+    model = get_peft_model(model, config).eval()  # LoRA's B is 0 at the start: policy and reference are equal
 
     def judge():
         estimates, texts = evaluate(model, tokenizer, args)
-        return estimates | (evaluate_pairs(model, held_out, args) if held_out else {}), texts
+        return estimates | (evaluate_pairs(model, held_out, args) if len(held_out) > 1 else {}), texts
 
     def write(folder):
         model.save_pretrained(folder, save_embedding_layers=False)
@@ -566,8 +568,9 @@ def main(argv=None):
     shown = ["loss", "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected"]
     shown += ["logps/chosen", "logps/rejected"]
     records = train(model, encoded, args)
-    summary = run(args, model, records=records, judge=judge, write=write, shown={name: name for name in shown})
-    if held_out:  # only the margin is rewarded: it may grow while both answers become less likely
+    same = {name: name for name in shown}
+    summary = run(args, model, start=start, records=records, judge=judge, write=write, shown=same)
+    if len(held_out) > 1:  # most losses reward only the margin: it may grow while both answers become less likely
         change = {name: summary[f"{name}_after"]["mean"] - summary[f"{name}_before"]["mean"] for name in shown}
         verb = {name: f"{'rose' if value > 0 else 'fell'} by {abs(value):.3f}" for name, value in change.items()}
         print(
@@ -578,7 +581,7 @@ def main(argv=None):
 
 
 def stop(sentence, status=2):
-    """End the script with one sentence on stderr: a mistake by the user has exit status 2."""
+    """Print one sentence on stderr and exit; status 2 is a mistake by the user."""
     print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -590,7 +593,7 @@ def common_options(**defaults):
     parser.error, add = stop, parser.add_argument
     add("--model", help="name on the hub or folder of a causal language model; tiny_llama is the embedded one")
     add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="names of the layers that get an adapter")
-    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results")
+    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results, replaced")
     add("--steps", type=int, help="training steps")
     add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
     add("--device", default="auto", help="auto, cpu, cuda, ...")
@@ -619,11 +622,13 @@ def check_args(args):
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
     args.dtype = getattr(torch, args.dtype)
-    new, old = (args.out.with_name(args.out.name + ending) for ending in (".new", ".old"))
+    if not args.out.name:
+        stop(f"--out {args.out} is no folder of its own: name one")
+    new, old = (args.out.with_name(f".{args.out.name}.{which}") for which in ("new", "old"))
     if old.exists() and not args.out.exists():
         old.rename(args.out)  # a run was killed between the two renames of save
     if args.out.exists() and not (args.out / "summary.json").exists():
-        stop(f"--out {args.out} is there and is no earlier result: name another folder")
+        stop(f"--out {args.out} exists and is not an earlier result: name another folder")
     try:
         new.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(new)
@@ -639,7 +644,7 @@ def read_prompts(path):
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         stop(f"--prompts {path} cannot be read: {error}")
-    return [line for line in lines if line] or stop(f"--prompts {path} has no line that is not blank")
+    return [line for line in lines if line] or stop(f"--prompts {path} has only blank lines")
 
 
 def check_context(model, tokenizer, prompts, args):
@@ -647,9 +652,7 @@ def check_context(model, tokenizer, prompts, args):
     length = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids)
     context = getattr(model.config, "max_position_embeddings", math.inf)
     if length + args.max_completion_length > context:
-        stop(
-            f"{length} tokens of prompt and {args.max_completion_length} of completion exceed the context of {context}"
-        )
+        stop(f"{length} tokens of prompt + {args.max_completion_length} of completion exceed the context of {context}")
 
 
 def estimate(values):
@@ -658,12 +661,12 @@ def estimate(values):
     return {"mean": values.mean().item(), "standard_error": values.std().item() / len(values) ** 0.5, "n": len(values)}
 
 
-def run(args, model, *, records, judge, write, shown):
+def run(args, model, *, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
 
     Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
     """
-    start, history, summary, stopped = time.perf_counter(), [], {}, None
+    history, summary, stopped = [], {}, None
     trained = [p for p in model.parameters() if p.requires_grad]
     count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
@@ -679,8 +682,8 @@ def run(args, model, *, records, judge, write, shown):
         texts_before = held_out("before")
         with tqdm(total=args.steps, unit="step") as bar:
             for record in records:
-                history.append({name: round(float(value), 6) for name, value in record.items()})
                 good = [p.detach().clone() for p in trained]
+                history.append({k: v if isinstance(v, int) else round(float(v), 6) for k, v in record.items()})
                 bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
                 bar.update()
         texts_after = held_out("after")
@@ -695,25 +698,22 @@ def run(args, model, *, records, judge, write, shown):
         stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
     for p, value in zip(trained, good, strict=True):
         p.data.copy_(value)
+    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
+    summary |= {"seconds": time.perf_counter() - start, "peak_memory_mb": peak_memory_mb(args.device)}
+    summary["stopped"] = stopped
     curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
+    save(args.out, write, history, summary, curves)
     for label, values in curves.items():
         print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
-    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
-    summary |= {
-        "seconds": time.perf_counter() - start,
-        "peak_memory_mb": peak_memory_mb(args.device),
-        "stopped": stopped,
-    }
-    save(args.out, write, history, summary, curves)
     print(f"saved in {args.out}")
     if stopped:
-        stop(f"{stopped}; what is saved are the weights of step {len(history)}", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; the weights of step {len(history)} are saved", 130 if stopped == "interrupted" else 2)
     return summary
 
 
 def save(out, write, history, summary, curves):
-    """Write everything beside the folder `out`, then rename: it holds the old result or the new one, never half."""
-    new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
+    """Write everything into a hidden folder beside `out`, then rename: `out` never holds half a result."""
+    new, old = (out.with_name(f".{out.name}.{which}") for which in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     write(new)

@@ -1,14 +1,15 @@
 """GRPO: sample a group of answers to each prompt, then make those above their group's mean reward more likely.
 
     J(theta) = mean over answers i of  1/|o_i|  sum over tokens t of
-               min(r_it A_i, clip(r_it, 1 - epsilon, 1 + epsilon) A_i)  -  beta KL(pi_theta || pi_ref)_it
+               [ min(r_it A_i, clip(r_it, 1 - epsilon, 1 + epsilon) A_i)  -  beta KL(pi_theta || pi_ref)_it ]
 
     r_it = pi_theta(o_it | ...) / pi_old(o_it | ...)      A_i = (R_i - mean(R in group)) / std(R in group)
 
 In memory: one model. The policy is its frozen weights plus a LoRA adapter; the reference is the same weights with the
-adapter switched off; the old policy is a tensor of log-probs. There is no critic.
+adapter switched off; the old policy is a tensor of log-probs. There is no critic. The gradient flows through pi_theta's
+log-probs alone: rewards, advantages, pi_old and pi_ref are constants.
 
-    python grpo.py                          # babylm/babyllama-100m-2024; without a network the embedded tiny_llama
+    python grpo.py                          # babylm/babyllama-100m-2024; offline the embedded tiny_llama
     python grpo.py --model tiny_llama --beta 0 --loss-type dr_grpo
 
 DeepSeekMath (arXiv 2402.03300), DeepSeek-R1 (2501.12948); variants: DAPO (2503.14476), Dr. GRPO (2503.20783),
@@ -42,15 +43,15 @@ from transformers.utils import has_file
 
 
 def group_advantages(rewards, num_generations, scale_rewards="group"):
-    """A_i = (R_i - mean(group)) / (std(group) + 1e-4), one number for a whole answer: DeepSeekMath, section 4.1.2.
+    """A_i = (R_i - mean(group)) / (std(group) + 1e-4), one number per answer: DeepSeekMath, section 4.1.2.
 
-    rewards: (N,), prompt-major: the num_generations answers to one prompt stand side by side. Returns (N,).
+    rewards: (N,), prompt-major: the num_generations answers to one prompt are adjacent. Returns (N,).
     scale_rewards: "group" as above; "batch" divides by the std of all N; "none" does not divide (Dr. GRPO).
-    The std is the sample std (n - 1). A group of equal rewards teaches nothing: exactly 0.
+    The std is the sample std (n - 1). Where all rewards of a group are equal its advantages are exactly 0.
     Shown by B18 ([1, 0, 0, 0] -> 1.4997 and three times -0.4999) and A10 in test_losses.py.
     """
     if scale_rewards not in ("group", "batch", "none"):
-        raise ValueError(f"there is no scale_rewards {scale_rewards!r}: 'group', 'batch' or 'none'")
+        raise ValueError(f"unknown scale_rewards {scale_rewards!r}: 'group', 'batch' or 'none'")
     if num_generations < 2 or len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards do not make whole groups of num_generations={num_generations} >= 2")
     groups = rewards.reshape(-1, num_generations)  # (N / G, G)
@@ -59,7 +60,7 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
         advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
     elif scale_rewards == "batch":
         advantages = advantages / (rewards.std() + 1e-4)
-    # Eight times 0.9 has a mean of 0.90000004 in float32: compare the rewards, not what is left of them.
+    # In float32 the mean of eight 0.9s is 0.90000004, so compare the rewards themselves.
     equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
     return torch.where(equal, 0.0, advantages).flatten()
 
@@ -80,7 +81,7 @@ def kl_divergence(log_probs, ref_log_probs, kl_estimator="k3"):
     if kl_estimator == "k3":
         delta = delta.clamp(-20, 20)
         return torch.exp(-delta) + delta - 1
-    raise ValueError(f"there is no kl_estimator {kl_estimator!r}: 'k1', 'k2' or 'k3'")
+    raise ValueError(f"unknown kl_estimator {kl_estimator!r}: 'k1', 'k2' or 'k3'")
 
 
 def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsilon=0.2, epsilon_high=None, delta=None,
@@ -89,16 +90,16 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
     """-J of the module docstring: DeepSeekMath, eq. 3. Returns (loss, metrics).
 
     log_probs (pi_theta), old_log_probs (pi_old), ref_log_probs (pi_ref; None is allowed at beta=0): (B, T).
-    advantages: (B,). mask: (B, T), 1 = a token the policy produced. What stands under 0 has no influence.
-    epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high]; epsilon=None clips nothing.
+    advantages: (B,). mask: (B, T), 1 = a token the policy produced. What stands where it is 0 has no influence.
+    epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high]; epsilon=None: no clip.
     delta: upper bound on the ratio where the advantage is negative (dual clip); None = no bound.
     loss_type: "grpo" averages over each sequence's tokens, then over the sequences; "dapo" over all tokens;
         "dr_grpo" divides the sum by B * max_completion_length (T if None).
     importance_sampling_level: "token", or "sequence" for GSPO's one ratio per sequence.
-    normalizer: the divisor of the sum, where this is one piece of a larger batch: its number of non-empty sequences
-        ("grpo"), of tokens ("dapo"), or B * max_completion_length ("dr_grpo").
-    metrics: kl (if there is a reference), approx_kl, clip_ratio/low_mean, /high_mean, /dual_mean: the shares of tokens
-        (of sequences, for GSPO) whose gradient the clip took away.
+    normalizer: for a micro-batch, the whole batch's divisor: its number of non-empty sequences ("grpo"), of tokens
+        ("dapo"), or B * max_completion_length ("dr_grpo"). None = counted here.
+    metrics: kl (if there is a reference), approx_kl (mean of old minus new log-prob) and clip_ratio/low_mean,
+        /high_mean, /dual_mean: the shares of tokens (of sequences, for GSPO) whose gradient the clip took away.
     Shown by A8-A13 in test_losses.py: ratio 1 gives -advantage, and A = 2 with every ratio above 1.2 gives -2.4.
     """
     mask = mask.bool()
@@ -106,12 +107,12 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
     advantages = advantages[:, None]  # (B, 1)
     log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)  # masked before exp: NaN x 0 is NaN
     approx_kl = -log_ratio.detach()
-    counted = mask  # what the clip shares are shares of
+    counted = mask  # the denominator of the clip shares
     if importance_sampling_level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True) / lengths.clamp(min=1)[:, None]  # (B, 1)
         counted = mask.any(dim=1, keepdim=True)
     elif importance_sampling_level != "token":
-        raise ValueError(f"there is no importance_sampling_level {importance_sampling_level!r}: 'token' or 'sequence'")
+        raise ValueError(f"unknown importance_sampling_level {importance_sampling_level!r}: 'token' or 'sequence'")
     ratio = log_ratio.clamp(-20, 20).exp()
 
     low, high = 0.0, math.inf
@@ -119,7 +120,7 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
         low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
     bound = math.inf if delta is None else delta
     bounded = torch.where(advantages < 0, ratio.clamp(max=bound), ratio)
-    objective = torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)  # (B, T) or (B, 1)
+    objective = torch.min(bounded * advantages, bounded.clamp(low, high) * advantages)  # (B, T) or (B, 1)
 
     metrics = {
         "approx_kl": masked_mean(approx_kl, mask),
@@ -128,6 +129,8 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
         "clip_ratio/dual_mean": masked_mean((ratio > bound) & (advantages < 0), counted),
     }
     per_token_loss = -objective
+    if beta and ref_log_probs is None:
+        raise ValueError(f"beta is {beta}, so ref_log_probs are needed")
     if ref_log_probs is not None:
         kl = kl_divergence(torch.where(mask, log_probs, 0.0), torch.where(mask, ref_log_probs, 0.0))
         per_token_loss = per_token_loss + beta * kl
@@ -141,12 +144,12 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
     elif loss_type == "dr_grpo":
         total, count = per_token_loss.sum(), torch.tensor(mask.shape[0] * (max_completion_length or mask.shape[1]))
     else:
-        raise ValueError(f"there is no loss_type {loss_type!r}: 'grpo', 'dapo' or 'dr_grpo'")
+        raise ValueError(f"unknown loss_type {loss_type!r}: 'grpo', 'dapo' or 'dr_grpo'")
     return total / (count.clamp(min=1) if normalizer is None else normalizer), metrics
 
 
 def masked_mean(x, mask):
-    """Mean of x over the true places of mask, of the same shape (or broadcast to it); 0 if there are none."""
+    """Mean of x where mask is true; 0 if it is true nowhere. Shapes broadcast."""
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
@@ -160,7 +163,7 @@ HELD_OUT_PROMPTS = ["The quick brown fox jumped over the", "Once upon a time the
 HELD_OUT_PROMPTS += ["The young king sat down by the river and", "It was a dark night and the little train"]
 HELD_OUT_PROMPTS += [opening.format(hero) for opening in OPENINGS for hero in ("little dog", "grey rabbit")]
 
-# A family a word: "happy" and "happily" count once.
+# Words joined by / are one family: "happy" and "happily" count once.
 CHEERFUL = """happy/happily/happiness/happier/happiest glad/gladly joy/joyful/joyfully cheerful/cheer/cheered/cheerfully
 smile/smiles/smiled/smiling laugh/laughs/laughed/laughing/laughter love/loves/loved/loving/lovely fun/funny
 play/plays/played/playing/playful friend/friends/friendly/friendship kind/kindly/kindness nice/nicely bright/brightly
@@ -189,7 +192,7 @@ def happiness(text):
 
 
 def reward(prompts, completions):
-    """The reward of each completion, a list of numbers: put a rule of your own here."""
+    """The reward of each completion, a list of numbers. Put your own here; held-out answers are judged by happiness."""
     return [happiness(completion) for completion in completions]
 
 
@@ -204,7 +207,7 @@ def load(args):
 
     No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning)  # peft's use of what transformers renamed
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft uses names that transformers has renamed
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -216,14 +219,14 @@ def load(args):
     name = args.model or "babylm/babyllama-100m-2024"
     try:
         try:
-            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: the hub is not asked
+            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: no network
         except OSError:
             if Path(name).exists() or name == "tiny_llama":
                 raise
             if hub_has(name):
                 model, tokenizer = read(name)
             elif args.model:
-                raise OSError("it is no folder, not in the cache, and the hub has none or cannot be reached") from None
+                raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
             else:
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
                 model, tokenizer = read(name := "tiny_llama", local_files_only=True)
@@ -232,9 +235,9 @@ def load(args):
     if tokenizer.eos_token_id is None:
         stop(f"the tokenizer of {name!r} has no end-of-text token, so no completion could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    layers = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "weight", None) is not None}
-    for target in set(args.lora_targets) - layers:
-        stop(f"--lora-targets {target}: no layer of the model has this name, but {', '.join(sorted(layers))}")
+    weights = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
+    for target in sorted(set(args.lora_targets) - weights):
+        stop(f"--lora-targets {target}: the model has no such layer; it has {', '.join(sorted(weights))}")
     args.model = name
     return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
 
@@ -245,7 +248,7 @@ def hub_has(name):
 
     def ask():
         with contextlib.suppress(Exception):
-            answer.append(has_file(name, ".gitattributes"))  # every model there has it, no cache does
+            answer.append(has_file(name, ".gitattributes"))  # in every repository there, in no cache: this really asks
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -257,44 +260,45 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
     """Log-probs of the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens, float32.
 
     The logits at position t predict token t + 1, so they are read one position earlier. They are divided by the
-    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0.
+    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0; at
+    least one completion token must be real.
     Shown by A6 and A7 in test_losses.py.
     """
     used = attention_mask.any(dim=0)  # (L,)
-    behind = int((~used[-num_tokens:]).sum())  # columns behind the longest completion
+    behind = int((~used[-num_tokens:]).sum())  # columns that are padding after the longest completion
     input_ids, attention_mask, num_tokens = input_ids[:, used], attention_mask[:, used], num_tokens - behind
     logits = model(
-        input_ids=input_ids[:, :-1],  # what would follow the last token, nobody asks
+        input_ids=input_ids[:, :-1],  # the last token predicts nothing we need
         attention_mask=attention_mask[:, :-1],
         position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
         use_cache=False,
-        logits_to_keep=num_tokens,  # no logits for the prompt
-    ).logits  # (B, T, V)
+        logits_to_keep=torch.arange(-num_tokens, 0),  # none for the prompt; indices are faster here than a number
+    ).logits.float()  # (B, T, V)
     logits = logits if temperature == 1 else logits / temperature
     targets = input_ids[:, -num_tokens:]  # (B, T)
-    log_probs = -F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
+    log_probs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     return F.pad(log_probs, (0, behind))
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """1 up to each row's first EOS, that one included, 0 behind it: (B, T) -> (B, T). Right also where pad == EOS."""
+    """1 up to and including each row's first EOS, 0 after it: (B, T) -> (B, T). Right also where pad == EOS."""
     is_eos = (completion_ids == eos_token_id).long()
     return (is_eos.cumsum(dim=1) - is_eos == 0).long()
 
 
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature=1.0, eos_token_id, pad_token_id):
-    """Sample a completion to each left-padded prompt: (B, P), (B, P) -> (B, T), padded behind the EOS.
+    """Sample a completion for each left-padded prompt: (B, P), (B, P) -> (B, T), padded after the EOS.
 
     Plain sampling from the softmax: with top-k or top-p the tokens would come from another distribution than the one
     whose log-probs are trained.
     """
-    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
     completion, done = [], torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # done: (B, 1)
     while len(completion) < max_completion_length and not done.all():
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **keywords).logits[:, -1]  # (B, V)
-        # Where a uniform number falls in the cumulative sum: torch.multinomial's draw in a fraction of its time.
+        # Inverse-CDF sampling: the distribution of torch.multinomial in a fraction of its time.
         cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
         u = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, u, right=True).clamp(max=logits.shape[1] - 1)  # the action: (B, 1)
@@ -306,7 +310,7 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
 
 
 def complete(model, tokenizer, prompts, args):
-    """Sample one completion a prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
+    """Sample one completion per prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
     options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
     options["pad_token_id"] = tokenizer.pad_token_id
@@ -318,9 +322,9 @@ def complete(model, tokenizer, prompts, args):
 
 @torch.no_grad()
 def evaluate(model, tokenizer, args):
-    """16 answers to each of the 16 held-out prompts: their happiness and, in nats a token, their KL to the reference.
+    """16 answers to each of the 16 held-out prompts: their happiness and the mean k1 of their KL, in nats per token.
 
-    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]).
+    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]). A KL that is not finite stops the run.
     """
     texts, kl = [], []
     with torch.random.fork_rng():
@@ -332,6 +336,8 @@ def evaluate(model, tokenizer, args):
             with model.disable_adapter():
                 log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             kl.append(log_ratio[mask.bool()])
+    if not torch.cat(kl).isfinite().all():
+        raise ArithmeticError("the log-probs of the held-out answers are not finite")
     estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
     return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
 
@@ -361,9 +367,9 @@ def train(model, tokenizer, prompts, args):
         # 3. Advantages: how much better is an answer than the others to its prompt?
         advantages = group_advantages(rewards, args.num_generations, args.scale_rewards)  # (N,)
 
-        # 4. The reference's log-probs: the same model without its adapter. At beta = 0 nobody needs them.
-        pieces = mask.sum(dim=1).argsort().split(args.micro_batch_size)  # rows of like length: little padding
-        old_log_probs = ref_log_probs = None
+        # 4. The reference's log-probs: the same model without its adapter. At beta = 0 they are not needed.
+        pieces = mask.sum(dim=1).argsort().split(args.micro_batch_size)  # rows of similar length: little padding
+        ref_log_probs = None
         if args.beta > 0:
             ref_log_probs = torch.zeros(mask.shape, device=args.device)
             with torch.no_grad(), model.disable_adapter():
@@ -372,6 +378,7 @@ def train(model, tokenizer, prompts, args):
 
         # 5. Update: num_iterations optimizer steps on the same answers.
         normalizer = {"grpo": len(ids), "dapo": mask.sum(), "dr_grpo": len(ids) * args.max_completion_length}
+        old_log_probs = None
         for _ in range(args.num_iterations):
             log_probs = torch.zeros(mask.shape, device=args.device)
             for rows in pieces:
@@ -379,10 +386,10 @@ def train(model, tokenizer, prompts, args):
                 log_probs[rows] = new.detach()
                 old = new.detach() if old_log_probs is None else old_log_probs[rows]  # first iteration: the ratio is 1
                 ref = None if ref_log_probs is None else ref_log_probs[rows]
-                part = {"normalizer": normalizer[args.loss_type], **loss_options}
-                grpo_loss(new, old, ref, advantages[rows], mask[rows], **part)[0].backward()
+                part = new, old, ref, advantages[rows], mask[rows]
+                grpo_loss(*part, normalizer=normalizer[args.loss_type], **loss_options)[0].backward()
             old_log_probs = log_probs if old_log_probs is None else old_log_probs
-            # Loss and metrics of the whole batch: no mean of the micro-batches' means.
+            # Loss and metrics of the whole batch, not the mean of the micro-batches' means.
             loss, metrics = grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, **loss_options)
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not (loss.isfinite() and grad_norm.isfinite()):
@@ -400,7 +407,7 @@ def train(model, tokenizer, prompts, args):
 
 
 def checked(rewards, completions, step):
-    """The rewards as floats. ArithmeticError unless they are one finite number a completion."""
+    """The rewards as floats. ArithmeticError unless they are one finite number per completion."""
     rewards = rewards.tolist() if isinstance(rewards, torch.Tensor) else rewards
     if not isinstance(rewards, list | tuple) or len(rewards) != len(completions):
         got = f"{len(rewards)} values" if isinstance(rewards, list | tuple) else repr(rewards)
@@ -416,36 +423,37 @@ def checked(rewards, completions, step):
 
 def parse_args(argv):
     """The options of this script, checked."""
-    parser = common_options(steps=30, learning_rate=5e-3)
+    parser = common_options(steps=20, learning_rate=3e-3)
     add = parser.add_argument
-    add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one a line")
+    add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one per line")
     add("--prompts-per-step", type=int, default=8, help="prompts in a batch")
     add("--num-generations", type=int, default=8, help="answers to each prompt: the group")
     add("--num-iterations", type=int, default=1, help="optimizer steps on each batch of answers")
-    add("--beta", type=float, default=0.1, help="weight of the KL; 0 does without the reference")
+    add("--beta", type=float, default=0.1, help="weight of the KL; 0 trains without the reference")
     add("--epsilon", type=number_or_none, default=0.2, help="clip range of the ratio; none = no clipping")
-    add("--epsilon-high", type=number_or_none, help="clip range above, if it is another (DAPO: 0.28)")
+    add("--epsilon-high", type=number_or_none, help="clip range above, if different (DAPO: 0.28)")
     add("--delta", type=number_or_none, help="bound on the ratio where the advantage is negative, above 1 + epsilon")
     add("--loss-type", choices=["grpo", "dapo", "dr_grpo"], default="grpo", help="how the tokens' losses are averaged")
     add("--scale-rewards", choices=["group", "batch", "none"], default="group", help="std that divides the advantages")
     add("--importance-sampling-level", choices=["token", "sequence"], default="token", help="sequence = GSPO")
     args = check_args(parser.parse_args(argv))
     if args.num_generations < 2:
-        stop("--num-generations must be at least 2: an answer is judged by the others to its prompt")
+        stop("--num-generations must be at least 2: an answer is compared with the others to its prompt")
     return args
 
 
 def main(argv=None):
     """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
-    args = parse_args(argv)
+    start, args = time.perf_counter(), parse_args(argv)
     prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
     model, tokenizer = load(args)
     check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
     config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config).eval()  # LoRA's B is 0 at the start: policy and reference are one
+    model = get_peft_model(model, config).eval()  # LoRA's B is 0 at the start: policy and reference are equal
     return run(
         args,
         model,
+        start=start,
         records=train(model, tokenizer, prompts, args),
         judge=lambda: evaluate(model, tokenizer, args),
         write=lambda folder: model.save_pretrained(folder, save_embedding_layers=False),
@@ -454,7 +462,7 @@ def main(argv=None):
 
 
 def stop(sentence, status=2):
-    """End the script with one sentence on stderr: a mistake by the user has exit status 2."""
+    """Print one sentence on stderr and exit; status 2 is a mistake by the user."""
     print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -471,7 +479,7 @@ def common_options(**defaults):
     parser.error, add = stop, parser.add_argument
     add("--model", help="name on the hub or folder of a causal language model; tiny_llama is the embedded one")
     add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="names of the layers that get an adapter")
-    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results")
+    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results, replaced")
     add("--steps", type=int, help="training steps")
     add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
     add("--device", default="auto", help="auto, cpu, cuda, ...")
@@ -500,11 +508,13 @@ def check_args(args):
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
     args.dtype = getattr(torch, args.dtype)
-    new, old = (args.out.with_name(args.out.name + ending) for ending in (".new", ".old"))
+    if not args.out.name:
+        stop(f"--out {args.out} is no folder of its own: name one")
+    new, old = (args.out.with_name(f".{args.out.name}.{which}") for which in ("new", "old"))
     if old.exists() and not args.out.exists():
         old.rename(args.out)  # a run was killed between the two renames of save
     if args.out.exists() and not (args.out / "summary.json").exists():
-        stop(f"--out {args.out} is there and is no earlier result: name another folder")
+        stop(f"--out {args.out} exists and is not an earlier result: name another folder")
     try:
         new.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(new)
@@ -520,7 +530,7 @@ def read_prompts(path):
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         stop(f"--prompts {path} cannot be read: {error}")
-    return [line for line in lines if line] or stop(f"--prompts {path} has no line that is not blank")
+    return [line for line in lines if line] or stop(f"--prompts {path} has only blank lines")
 
 
 def check_context(model, tokenizer, prompts, args):
@@ -528,9 +538,7 @@ def check_context(model, tokenizer, prompts, args):
     length = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids)
     context = getattr(model.config, "max_position_embeddings", math.inf)
     if length + args.max_completion_length > context:
-        stop(
-            f"{length} tokens of prompt and {args.max_completion_length} of completion exceed the context of {context}"
-        )
+        stop(f"{length} tokens of prompt + {args.max_completion_length} of completion exceed the context of {context}")
 
 
 def estimate(values):
@@ -539,12 +547,12 @@ def estimate(values):
     return {"mean": values.mean().item(), "standard_error": values.std().item() / len(values) ** 0.5, "n": len(values)}
 
 
-def run(args, model, *, records, judge, write, shown):
+def run(args, model, *, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
 
     Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
     """
-    start, history, summary, stopped = time.perf_counter(), [], {}, None
+    history, summary, stopped = [], {}, None
     trained = [p for p in model.parameters() if p.requires_grad]
     count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
@@ -560,8 +568,8 @@ def run(args, model, *, records, judge, write, shown):
         texts_before = held_out("before")
         with tqdm(total=args.steps, unit="step") as bar:
             for record in records:
-                history.append({name: round(float(value), 6) for name, value in record.items()})
                 good = [p.detach().clone() for p in trained]
+                history.append({k: v if isinstance(v, int) else round(float(v), 6) for k, v in record.items()})
                 bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
                 bar.update()
         texts_after = held_out("after")
@@ -576,25 +584,22 @@ def run(args, model, *, records, judge, write, shown):
         stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
     for p, value in zip(trained, good, strict=True):
         p.data.copy_(value)
+    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
+    summary |= {"seconds": time.perf_counter() - start, "peak_memory_mb": peak_memory_mb(args.device)}
+    summary["stopped"] = stopped
     curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
+    save(args.out, write, history, summary, curves)
     for label, values in curves.items():
         print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
-    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
-    summary |= {
-        "seconds": time.perf_counter() - start,
-        "peak_memory_mb": peak_memory_mb(args.device),
-        "stopped": stopped,
-    }
-    save(args.out, write, history, summary, curves)
     print(f"saved in {args.out}")
     if stopped:
-        stop(f"{stopped}; what is saved are the weights of step {len(history)}", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; the weights of step {len(history)} are saved", 130 if stopped == "interrupted" else 2)
     return summary
 
 
 def save(out, write, history, summary, curves):
-    """Write everything beside the folder `out`, then rename: it holds the old result or the new one, never half."""
-    new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
+    """Write everything into a hidden folder beside `out`, then rename: `out` never holds half a result."""
+    new, old = (out.with_name(f".{out.name}.{which}") for which in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     write(new)
@@ -636,7 +641,8 @@ def peak_memory_mb(device):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console that lacks a character should not end the run
     try:
         main()
     except KeyboardInterrupt:
-        stop("interrupted before training began", 130)
+        stop("interrupted; nothing is saved", 130)

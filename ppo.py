@@ -1,13 +1,16 @@
-"""PPO: sample answers, score them with a reward model, make tokens likelier that did better than the critic expected.
+"""PPO: sample answers, score them with a reward model, make the tokens that beat the critic's forecast more likely.
 
     J(theta) = mean over tokens t of  min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
     r_t = pi_theta(o_t | ...) / pi_old(o_t | ...)      R_t = [t is the last] score - kl_coef log(pi_old / pi_ref)_t
-    A_t = sum over k of (gamma lam)^k (R_(t+k) + gamma V_(t+k+1) - V_(t+k)), whitened; V = the critic's value
+    A_t = sum over k >= 0 of (gamma lam)^k (R_(t+k) + gamma V_(t+k+1) - V_(t+k)), whitened; V = the critic's value
+    The critic minimises 0.5 (V_t - (A_t + V_old,t))^2, A_t before whitening, V_t clipped around V_old,t.
 
-In memory: one model, four roles. The frozen weights with the adapter "actor" are the policy, with "critic" and a head
-the value function, with "reward" and a head the reward model, and without an adapter the reference. Critic and reward
-start as the same reward model; only actor and critic train.
+In memory: one frozen model in four roles, by the adapter that is switched on:
+    actor           the policy, trained
+    critic + head   the value function, trained; starts as a copy of the reward model
+    reward + head   the reward model, frozen
+    none            the reference, frozen
 
     python ppo.py                           # trains a reward model first if there is none in runs/reward_model
     python ppo.py --model tiny_llama --reward-model DIR --score-on mean --clip-high 0.28
@@ -22,6 +25,7 @@ PPO (arXiv 1707.06347), GAE (1506.02438), InstructGPT (2203.02155), clip-higher:
 import argparse
 import contextlib
 import copy
+import functools
 import importlib.util
 import inspect
 import json
@@ -50,8 +54,9 @@ from transformers.utils import has_file
 def token_rewards(scores, log_probs, ref_log_probs, mask, kl_coef=0.05):
     """R_t = score - kl_coef * (log pi - log pi_ref)_t, the score at the last token only: InstructGPT, eq. 2.
 
-    scores: (B,), one an answer, or (B, T), used token by token. log_probs (of the policy that sampled), ref_log_probs,
-    mask: (B, T). Returns (B, T). The KL stands here (k1, which may be negative) and so nowhere in the losses.
+    scores: (B,), one per answer, for its last token; or (B, T), used token by token. log_probs (of the policy that
+    sampled), ref_log_probs, mask: (B, T). Returns (B, T). The KL (k1, negative at some tokens) is part of the reward,
+    so the losses have no KL term.
     Shown by B4 in test_losses.py: score 1, mask 1 1 1 0 gives 0 0 1 0; and by B8.
     """
     mask = mask.bool()
@@ -69,8 +74,8 @@ def last_token(mask):
 def last_token_scores(token_scores, attention_mask):
     """The score at each row's last real token, which alone has seen the whole answer: (B, L), (B, L) -> (B,).
 
-    The mask finds it, not the token ids, and by position, not by count: right for padding on either side or both, and
-    where pad == EOS. A row without a real token gets 0.
+    It is found by its position in the mask, not by token id or count, so padding may stand on either side, and pad may
+    equal EOS. A row without a real token gets 0.
     Shown by B4 and B6 in test_losses.py.
     """
     return torch.where(last_token(attention_mask), token_scores, 0.0).sum(dim=1)
@@ -80,8 +85,9 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
     """A_t = delta_t + gamma lam A_(t+1), delta_t = R_t + gamma V_(t+1) - V_t: GAE, eq. 16. Returns (A, A + V).
 
     rewards, values, mask: (B, T); values[:, t] is the value of the text before token t. Both results are (B, T).
-    The end of an answer is terminal: nothing comes behind its last token. Masked places are skipped, holes too.
-    lam = 0 trusts the critic one token ahead, lam = 1 only the rewards. Above 0 a reward at the end reaches all tokens.
+    The end of an answer is terminal: the value after its last token is 0. Masked places are skipped, holes too.
+    lam = 0: the one-step TD error. lam = 1: the rewards to come less the value. Above 0 a reward at the end reaches all
+    tokens.
     Shown by B11 in test_losses.py: rewards 0 0 1, values 0.5 give 0.45125 0.475 0.5.
     """
     mask = mask.bool()
@@ -97,9 +103,9 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
 
 
 def whiten(x, mask):
-    """(x - mean) / sqrt(variance + 1e-8) over the true places of mask, 0 elsewhere: (B, T), (B, T) -> (B, T).
+    """(x - mean) / sqrt(variance + 1e-8) where mask is 1, 0 elsewhere: (B, T), (B, T) -> (B, T).
 
-    The sample variance (n - 1). One element, or equal ones, give exactly 0.
+    The sample variance (n - 1). A single element, or equal ones, give exactly 0.
     Shown by B12 in test_losses.py: 1 2 3 gives -1 0 1.
     """
     mask = mask.bool()
@@ -114,12 +120,13 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, *, clip_low=0.2, cli
                 normalizer=None):  # fmt: skip
     """-J of the module docstring: PPO, eq. 7, a mean over all tokens. Returns (loss, metrics).
 
-    log_probs (pi_theta), old_log_probs (pi_old), advantages, mask: (B, T). What stands under 0 has no influence.
+    log_probs (pi_theta), old_log_probs (pi_old), advantages, mask: (B, T). What is masked has no influence.
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-    clip_dual: bound on the ratio where the advantage is negative, above 1 + clip_high: there the loss is at most
-        -clip_dual * advantage. None = no bound.
-    normalizer: the number of tokens of the whole batch, where this is one piece of it.
-    metrics: approx_kl, clip_ratio/low_mean, /high_mean, /dual_mean: shares of tokens whose gradient the clip took away.
+    clip_dual: upper bound on the ratio where the advantage is negative (it must exceed 1 + clip_high): there a token's
+        loss is at most -clip_dual * advantage. None = no bound.
+    normalizer: for a micro-batch, the number of tokens of the whole batch. None = counted here.
+    metrics: approx_kl (mean of old minus new log-prob) and clip_ratio/low_mean, /high_mean, /dual_mean: shares of
+        tokens whose gradient the clip took away.
     Shown by B9 in test_losses.py: A = -1, ratio 10 gives 3 without gradient; A = 1, ratio 1.5, high 0.28 gives -1.28.
     """
     mask = mask.bool()
@@ -128,7 +135,7 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, *, clip_low=0.2, cli
     ratio = log_ratio.clamp(-20, 20).exp()
     low, high, bound = 1 - clip_low, 1 + clip_high, math.inf if clip_dual is None else clip_dual
     bounded = torch.where(advantages < 0, ratio.clamp(max=bound), ratio)
-    objective = torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)  # (B, T), 0 under mask 0
+    objective = torch.min(bounded * advantages, bounded.clamp(low, high) * advantages)  # (B, T), 0 where mask is 0
     metrics = {
         "approx_kl": masked_mean(-log_ratio.detach(), mask),
         "clip_ratio/low_mean": masked_mean((ratio < low) & (advantages < 0), mask),
@@ -141,8 +148,8 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, *, clip_low=0.2, cli
 def value_loss(values, old_values, returns, mask, *, cliprange_value=0.2, normalizer=None):
     """0.5 * mean of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). Returns (loss, metrics).
 
-    values (of the critic in training), old_values (when the answers were sampled), returns, mask: (B, T).
-    c = cliprange_value. The larger square counts, so a value that has come more than c nearer to its return gets no
+    values (of the critic being trained), old_values (when the answers were sampled), returns, mask: (B, T).
+    c = cliprange_value. The larger square counts, so a value that has moved more than c towards its return gets no
     gradient. Source: OpenAI's baselines, ppo2.
     normalizer: as in policy_loss. metrics: vf_clip_ratio, the share of tokens where the clipped square is the larger.
     Shown by B10 in test_losses.py: V_old 0, V 1, R 2, c 0.2 gives 1.62.
@@ -157,7 +164,7 @@ def value_loss(values, old_values, returns, mask, *, cliprange_value=0.2, normal
 
 
 def masked_mean(x, mask):
-    """Mean of x over the true places of mask, of the same shape (or broadcast to it); 0 if there are none."""
+    """Mean of x where mask is true; 0 if it is true nowhere. Shapes broadcast."""
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
@@ -210,7 +217,7 @@ def load(args):
 
     No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning)  # peft's use of what transformers renamed
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft uses names that transformers has renamed
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -222,14 +229,14 @@ def load(args):
     name = args.model or "babylm/babyllama-100m-2024"
     try:
         try:
-            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: the hub is not asked
+            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: no network
         except OSError:
             if Path(name).exists() or name == "tiny_llama":
                 raise
             if hub_has(name):
                 model, tokenizer = read(name)
             elif args.model:
-                raise OSError("it is no folder, not in the cache, and the hub has none or cannot be reached") from None
+                raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
             else:
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
                 model, tokenizer = read(name := "tiny_llama", local_files_only=True)
@@ -238,9 +245,9 @@ def load(args):
     if tokenizer.eos_token_id is None:
         stop(f"the tokenizer of {name!r} has no end-of-text token, so no completion could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    layers = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "weight", None) is not None}
-    for target in set(args.lora_targets) - layers:
-        stop(f"--lora-targets {target}: no layer of the model has this name, but {', '.join(sorted(layers))}")
+    weights = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
+    for target in sorted(set(args.lora_targets) - weights):
+        stop(f"--lora-targets {target}: the model has no such layer; it has {', '.join(sorted(weights))}")
     args.model = name
     return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
 
@@ -251,7 +258,7 @@ def hub_has(name):
 
     def ask():
         with contextlib.suppress(Exception):
-            answer.append(has_file(name, ".gitattributes"))  # every model there has it, no cache does
+            answer.append(has_file(name, ".gitattributes"))  # in every repository there, in no cache: this really asks
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -276,7 +283,7 @@ def add_reward_model(model, folder, args):
     if head is None or head.shape != (1, model.config.hidden_size):
         stop(f"--reward-model {folder} has no head with one score (score.weight); {again}")
     model.heads = torch.nn.ModuleDict()
-    config.task_type, config.modules_to_save = "CAUSAL_LM", None  # the head is not peft's any more
+    config.task_type, config.modules_to_save = "CAUSAL_LM", None  # the heads are kept apart from peft
     for name in ("reward", "critic"):
         try:
             model.add_adapter(name, copy.deepcopy(config))
@@ -289,13 +296,15 @@ def add_reward_model(model, folder, args):
         model.heads[name].weight.data.copy_(head)
     for name, p in model.named_parameters():  # decided once; see use()
         p.requires_grad_("actor" in name.split(".") or "critic" in name.split("."))
+    model.eval()  # adapters are added in train mode
 
 
 @contextlib.contextmanager
 def use(model, adapter):
     """Let the model be "actor", "critic" or "reward", or with None the reference, which has no adapter.
 
-    peft's switches also turn requires_grad on and off; here each parameter keeps what it has.
+    peft's switches also turn requires_grad on and off; here each parameter keeps what it has, so that what trains is
+    what add_reward_model decided.
     """
     before, trains = model.active_adapter, [(p, p.requires_grad) for p in model.parameters()]
     try:
@@ -313,19 +322,24 @@ def use(model, adapter):
 def token_scores(model, head, input_ids, attention_mask):
     """A head on the last hidden states: one score at each token, (B, L), (B, L) -> (B, L), float32.
 
-    model: the peft model, whose active adapter is used; no logits are computed.
+    model: the peft model, whose active adapter is used; no logits are computed. Columns that are padding in every row
+    are left out and get 0.
     """
+    used = attention_mask.any(dim=0)  # (L,)
+    ids, mask = input_ids[:, used], attention_mask[:, used]
+    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
     backbone = model.get_base_model().base_model
-    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    return head(backbone(**inputs, use_cache=False).last_hidden_state.float()).squeeze(-1)
+    hidden = backbone(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
+    scores = torch.zeros(attention_mask.shape, device=input_ids.device)
+    scores[:, used] = head(hidden.float()).squeeze(-1)
+    return scores
 
 
 def spread(scores, mask, score_on):
-    """What of the reward model's scores at the T tokens is rewarded, and where: for token_rewards.
+    """The reward model's scores at the T tokens, (B, T), as the scores argument of token_rewards.
 
-    scores, mask: (B, T). score_on: "last" gives (B,), the score of the whole answer, the only one the reward model was
-    trained on; "every" gives (B, T), each token its own; "mean" gives (B, T), each token the mean of its answer's.
+    score_on: "last" gives (B,), the score of the whole answer, the only one the reward model was trained on; "every"
+    gives (B, T), each token its own; "mean" gives (B, T), every token its answer's mean (in all, length times mean).
     Shown by B4 in test_losses.py.
     """
     if score_on == "last":
@@ -335,51 +349,52 @@ def spread(scores, mask, score_on):
     if score_on == "mean":
         total = torch.where(mask.bool(), scores, 0.0).sum(dim=1, keepdim=True)
         return torch.where(mask.bool(), total / mask.sum(dim=1, keepdim=True).clamp(min=1), 0.0)
-    raise ValueError(f"there is no score_on {score_on!r}: 'last', 'every' or 'mean'")
+    raise ValueError(f"unknown score_on {score_on!r}: 'last', 'every' or 'mean'")
 
 
 def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.0):
     """Log-probs of the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens, float32.
 
     The logits at position t predict token t + 1, so they are read one position earlier. They are divided by the
-    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0.
+    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0; at
+    least one completion token must be real.
     Shown by A6 and A7 in test_losses.py.
     """
     used = attention_mask.any(dim=0)  # (L,)
-    behind = int((~used[-num_tokens:]).sum())  # columns behind the longest completion
+    behind = int((~used[-num_tokens:]).sum())  # columns that are padding after the longest completion
     input_ids, attention_mask, num_tokens = input_ids[:, used], attention_mask[:, used], num_tokens - behind
     logits = model(
-        input_ids=input_ids[:, :-1],  # what would follow the last token, nobody asks
+        input_ids=input_ids[:, :-1],  # the last token predicts nothing we need
         attention_mask=attention_mask[:, :-1],
         position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
         use_cache=False,
-        logits_to_keep=num_tokens,  # no logits for the prompt
-    ).logits  # (B, T, V)
+        logits_to_keep=torch.arange(-num_tokens, 0),  # none for the prompt; indices are faster here than a number
+    ).logits.float()  # (B, T, V)
     logits = logits if temperature == 1 else logits / temperature
     targets = input_ids[:, -num_tokens:]  # (B, T)
-    log_probs = -F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
+    log_probs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     return F.pad(log_probs, (0, behind))
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """1 up to each row's first EOS, that one included, 0 behind it: (B, T) -> (B, T). Right also where pad == EOS."""
+    """1 up to and including each row's first EOS, 0 after it: (B, T) -> (B, T). Right also where pad == EOS."""
     is_eos = (completion_ids == eos_token_id).long()
     return (is_eos.cumsum(dim=1) - is_eos == 0).long()
 
 
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature=1.0, eos_token_id, pad_token_id):
-    """Sample a completion to each left-padded prompt: (B, P), (B, P) -> (B, T), padded behind the EOS.
+    """Sample a completion for each left-padded prompt: (B, P), (B, P) -> (B, T), padded after the EOS.
 
     Plain sampling from the softmax: with top-k or top-p the tokens would come from another distribution than the one
     whose log-probs are trained.
     """
-    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
     completion, done = [], torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # done: (B, 1)
     while len(completion) < max_completion_length and not done.all():
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **keywords).logits[:, -1]  # (B, V)
-        # Where a uniform number falls in the cumulative sum: torch.multinomial's draw in a fraction of its time.
+        # Inverse-CDF sampling: the distribution of torch.multinomial in a fraction of its time.
         cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
         u = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, u, right=True).clamp(max=logits.shape[1] - 1)  # the action: (B, 1)
@@ -391,7 +406,7 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
 
 
 def complete(model, tokenizer, prompts, args):
-    """Sample one completion a prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
+    """Sample one completion per prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
     options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
     options["pad_token_id"] = tokenizer.pad_token_id
@@ -403,9 +418,9 @@ def complete(model, tokenizer, prompts, args):
 
 @torch.no_grad()
 def evaluate(model, tokenizer, args):
-    """16 answers to each of the 16 held-out prompts: their happiness and, in nats a token, their KL to the reference.
+    """16 answers to each of the 16 held-out prompts: their happiness and the mean k1 of their KL, in nats per token.
 
-    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]).
+    Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]). A KL that is not finite stops the run.
     """
     texts, kl = [], []
     with torch.random.fork_rng():
@@ -417,6 +432,8 @@ def evaluate(model, tokenizer, args):
             with model.disable_adapter():
                 log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             kl.append(log_ratio[mask.bool()])
+    if not torch.cat(kl).isfinite().all():
+        raise ArithmeticError("the log-probs of the held-out answers are not finite")
     estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
     return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
 
@@ -424,11 +441,35 @@ def evaluate(model, tokenizer, args):
 # ---------------------------------------------------------------- training
 
 
+def token_values(model, ids, attention_mask, mask, args, role, *, loss=None, targets=(), weight=1.0, **options):
+    """What the model in one role says of each answer's tokens, a micro-batch at a time: (N, T), detached.
+
+    role: "actor" or None, the reference: log-probs. "reward": the score at a token. "critic": the value of the text
+    before it, so it is read one position earlier, where the log-prob is.
+    loss(new, *targets, mask, **options) * weight: where there is one, its gradient is added up over the micro-batches.
+    """
+    T, result = mask.shape[1], torch.zeros(mask.shape, device=mask.device)
+    # A trained role always runs with gradients on: the same kernels to the last bit, so that the first ratio is 1.
+    with use(model, role), torch.set_grad_enabled(role in ("actor", "critic")):
+        for rows in mask.sum(dim=1).argsort().split(args.micro_batch_size):  # rows of similar length: little padding
+            if role in ("reward", "critic"):
+                scores = token_scores(model, model.heads[role], ids[rows], attention_mask[rows])  # (B, L)
+                new = scores[:, -T:] if role == "reward" else scores[:, -T - 1 : -1]
+            else:
+                new = token_log_probs(model, ids[rows], attention_mask[rows], T, args.temperature)
+            result[rows] = new.detach()
+            if loss:
+                part, _ = loss(new, *(x[rows] for x in targets), mask[rows], normalizer=mask.sum(), **options)
+                (weight * part).backward()
+    return result
+
+
 def train(model, tokenizer, prompts, args):
     """PPO (InstructGPT, section 3.5). Yields the metrics of a step when the step is done."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0)
     clips = {name: getattr(args, name) for name in ("clip_low", "clip_high", "clip_dual")}
+    value_clip = {"cliprange_value": args.cliprange_value}
     queue = []
     for step in range(1, args.steps + 1):
         # 1. Sample: one answer to each prompt. No labels are needed.
@@ -437,30 +478,16 @@ def train(model, tokenizer, prompts, args):
         batch, queue = queue[: args.prompts_per_step], queue[args.prompts_per_step :]
         with use(model, "actor"):
             ids, attention_mask, mask, texts = complete(model, tokenizer, batch, args)  # (N, L), (N, L), (N, T)
-        T, tokens = mask.shape[1], mask.sum()
-        pieces = mask.sum(dim=1).argsort().split(args.micro_batch_size)  # rows of like length: little padding
+        read = functools.partial(token_values, model, ids, attention_mask, mask, args)
 
-        # 2. Each of the four models reads the answers once. A token's value is read where its log-prob is: one earlier.
-        batches = [(rows, ids[rows], attention_mask[rows]) for rows in pieces]
-        scores, old_values, old_log_probs, ref_log_probs = torch.zeros(4, *mask.shape, device=args.device)
-        with torch.no_grad():
-            with use(model, "reward"):
-                for rows, *x in batches:
-                    scores[rows] = token_scores(model, model.heads["reward"], *x)[:, -T:]
-            with use(model, "critic"):
-                for rows, *x in batches:
-                    old_values[rows] = token_scores(model, model.heads["critic"], *x)[:, -T - 1 : -1]
-            with use(model, "actor"):
-                for rows, *x in batches:
-                    old_log_probs[rows] = token_log_probs(model, *x, T, args.temperature)
-            with use(model, None):
-                for rows, *x in batches:
-                    ref_log_probs[rows] = token_log_probs(model, *x, T, args.temperature)
+        # 2. Each of the four models reads the answers once.
+        scores, old_values = read("reward"), read("critic")  # (N, T)
+        old_log_probs, ref_log_probs = read("actor"), read(None)  # (N, T)
 
         # 3. Rewards: the score, less the KL token by token, less a penalty at the end of an answer that was cut off.
         score = torch.tensor(checked(last_token_scores(scores, mask), texts, step))  # (N,)
         rewards = token_rewards(spread(scores, mask, args.score_on), old_log_probs, ref_log_probs, mask, args.kl_coef)
-        cut_off = ~(ids[:, -T:] == tokenizer.eos_token_id).any(dim=1)  # (N,)
+        cut_off = ~(ids[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(dim=1)  # (N,)
         rewards -= args.missing_eos_penalty * (last_token(mask) & cut_off[:, None])
 
         # 4. Advantages: how much better than the critic expected did it go from here on?
@@ -468,27 +495,12 @@ def train(model, tokenizer, prompts, args):
         advantages = whiten(raw_advantages, mask)
 
         # 5. Update: num_ppo_epochs passes over the same answers, each of them one optimizer step.
-        for epoch in range(args.num_ppo_epochs):
-            log_probs, values = torch.zeros(2, *mask.shape, device=args.device)
-            shuffled = [batches[i] for i in torch.randperm(len(batches))]
-            with use(model, "actor"):
-                for rows, *x in shuffled:
-                    new = token_log_probs(model, *x, T, args.temperature)  # (B, T)
-                    log_probs[rows] = new.detach()
-                    if epoch == 0:
-                        old_log_probs[rows] = new.detach()  # to the last bit: the ratio is exactly 1
-                    part = new, old_log_probs[rows], advantages[rows], mask[rows]
-                    policy_loss(*part, normalizer=tokens, **clips)[0].backward()
-            with use(model, "critic"):
-                for rows, *x in shuffled:
-                    new = token_scores(model, model.heads["critic"], *x)[:, -T - 1 : -1]  # (B, T)
-                    values[rows] = new.detach()
-                    part = new, old_values[rows], returns[rows], mask[rows]
-                    loss, _ = value_loss(*part, normalizer=tokens, cliprange_value=args.cliprange_value)
-                    (args.vf_coef * loss).backward()
-            # Losses and metrics of the whole batch: no mean of the micro-batches' means.
+        for _ in range(args.num_ppo_epochs):
+            log_probs = read("actor", loss=policy_loss, targets=(old_log_probs, advantages), **clips)
+            values = read("critic", loss=value_loss, targets=(old_values, returns), weight=args.vf_coef, **value_clip)
+            # Losses and metrics of the whole batch, not the mean of the micro-batches' means.
             policy, metrics = policy_loss(log_probs, old_log_probs, advantages, mask, **clips)
-            critic, more = value_loss(values, old_values, returns, mask, cliprange_value=args.cliprange_value)
+            critic, value_metrics = value_loss(values, old_values, returns, mask, **value_clip)
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not (policy.isfinite() and critic.isfinite() and grad_norm.isfinite()):
                 raise ArithmeticError(f"step {step}: losses {policy} and {critic}, norm of the gradient {grad_norm}")
@@ -497,9 +509,10 @@ def train(model, tokenizer, prompts, args):
 
         # 6. Report.
         kept = mask.bool()
-        unexplained = raw_advantages[kept].var() / returns[kept].var().clamp(min=1e-8)  # advantage = return - value
-        metrics |= more | {"loss/policy": policy, "loss/value": critic, "grad_norm": grad_norm, "score": score.mean()}
-        metrics |= {"happiness": sum(map(happiness, texts)) / len(texts), "explained_variance": 1 - unexplained}
+        metrics |= value_metrics | {"loss/policy": policy, "loss/value": critic, "grad_norm": grad_norm}
+        metrics |= {"score": score.mean(), "happiness": sum(map(happiness, texts)) / len(texts)}
+        errors, spread_of_returns = (x[kept].var(correction=0) for x in (raw_advantages, returns))  # return - value
+        metrics["explained_variance"] = 1 - errors / spread_of_returns.clamp(min=1e-8)
         metrics["kl"] = masked_mean(old_log_probs - ref_log_probs, kept)
         metrics["entropy"] = masked_mean(-old_log_probs, kept)
         metrics["completions/mean_length"] = mask.sum(dim=1).float().mean()
@@ -508,7 +521,7 @@ def train(model, tokenizer, prompts, args):
 
 
 def checked(rewards, completions, step):
-    """The rewards as floats. ArithmeticError unless they are one finite number a completion."""
+    """The rewards as floats. ArithmeticError unless they are one finite number per completion."""
     rewards = rewards.tolist() if isinstance(rewards, torch.Tensor) else rewards
     if not isinstance(rewards, list | tuple) or len(rewards) != len(completions):
         got = f"{len(rewards)} values" if isinstance(rewards, list | tuple) else repr(rewards)
@@ -524,22 +537,27 @@ def checked(rewards, completions, step):
 
 def parse_args(argv):
     """The options of this script, checked."""
-    parser = common_options(steps=60, learning_rate=1e-3)
+    parser = common_options(steps=24, learning_rate=3e-3)
     add = parser.add_argument
-    add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one a line")
+    add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one per line")
     add("--reward-model", type=Path, help="folder that reward_model.py has written; default: runs/reward_model")
-    add("--prompts-per-step", type=int, default=64, help="prompts in a batch, with one answer each")
-    add("--num-ppo-epochs", type=int, default=4, help="passes over each batch of answers")
-    add("--kl-coef", type=float, default=0.05, help="weight of the KL in the reward")
+    add("--prompts-per-step", type=int, default=32, help="prompts in a batch, with one answer each")
+    add("--num-ppo-epochs", type=int, default=2, help="passes over each batch of answers")
+    add("--kl-coef", type=float, default=0.2, help="weight of the KL in the reward")
     add("--clip-low", type=float, default=0.2, help="clip range of the ratio below 1")
     add("--clip-high", type=float, default=0.2, help="clip range of the ratio above 1 (DAPO: 0.28)")
-    add("--clip-dual", type=number_or_none, default=3.0, help="bound on the ratio for negative advantages; none = none")
+    add(
+        "--clip-dual",
+        type=number_or_none,
+        default=3.0,
+        help="bound on the ratio for negative advantages; none = no bound",
+    )
     add("--cliprange-value", type=float, default=0.2, help="clip range of the value around the old one")
-    add("--vf-coef", type=float, default=0.1, help="weight of the value loss")
-    add("--gamma", type=float, default=1.0, help="discount a token")
+    add("--vf-coef", type=float, default=0.1, help="weight of the value loss; the gradient clip is over both")
+    add("--gamma", type=float, default=1.0, help="discount per token")
     add("--lam", type=float, default=0.95, help="lambda of GAE")
-    add("--missing-eos-penalty", type=float, default=0.0, help="taken from the reward of an answer without EOS")
-    add("--score-on", choices=["last", "every", "mean"], default="last", help="tokens that get a score as reward")
+    add("--missing-eos-penalty", type=float, default=0.0, help="subtracted from the reward of an answer without EOS")
+    add("--score-on", choices=["last", "every", "mean"], default="last", help="which tokens are paid a score")
     args = check_args(parser.parse_args(argv))
     if args.gamma > 1 or args.lam > 1:
         stop("--gamma and --lam must be at most 1")
@@ -550,7 +568,7 @@ def parse_args(argv):
 
 def main(argv=None):
     """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
-    args = parse_args(argv)
+    start, args = time.perf_counter(), parse_args(argv)
     prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
     folder = args.reward_model or Path("runs") / "reward_model"
     if not args.reward_model and not folder.exists():
@@ -558,7 +576,7 @@ def main(argv=None):
     model, tokenizer = load(args)
     check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
     config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config, adapter_name="actor").eval()  # its B is 0: actor and reference are one
+    model = get_peft_model(model, config, adapter_name="actor").eval()  # its B is 0: actor and reference are equal
     add_reward_model(model, folder, args)
 
     def judge():
@@ -574,6 +592,7 @@ def main(argv=None):
     return run(
         args,
         model,
+        start=start,
         records=train(model, tokenizer, prompts, args),
         judge=judge,
         write=write,
@@ -601,7 +620,7 @@ def train_reward_model(folder, args):
 
 
 def stop(sentence, status=2):
-    """End the script with one sentence on stderr: a mistake by the user has exit status 2."""
+    """Print one sentence on stderr and exit; status 2 is a mistake by the user."""
     print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -618,7 +637,7 @@ def common_options(**defaults):
     parser.error, add = stop, parser.add_argument
     add("--model", help="name on the hub or folder of a causal language model; tiny_llama is the embedded one")
     add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="names of the layers that get an adapter")
-    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results")
+    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results, replaced")
     add("--steps", type=int, help="training steps")
     add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
     add("--device", default="auto", help="auto, cpu, cuda, ...")
@@ -647,11 +666,13 @@ def check_args(args):
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
     args.dtype = getattr(torch, args.dtype)
-    new, old = (args.out.with_name(args.out.name + ending) for ending in (".new", ".old"))
+    if not args.out.name:
+        stop(f"--out {args.out} is no folder of its own: name one")
+    new, old = (args.out.with_name(f".{args.out.name}.{which}") for which in ("new", "old"))
     if old.exists() and not args.out.exists():
         old.rename(args.out)  # a run was killed between the two renames of save
     if args.out.exists() and not (args.out / "summary.json").exists():
-        stop(f"--out {args.out} is there and is no earlier result: name another folder")
+        stop(f"--out {args.out} exists and is not an earlier result: name another folder")
     try:
         new.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(new)
@@ -667,7 +688,7 @@ def read_prompts(path):
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         stop(f"--prompts {path} cannot be read: {error}")
-    return [line for line in lines if line] or stop(f"--prompts {path} has no line that is not blank")
+    return [line for line in lines if line] or stop(f"--prompts {path} has only blank lines")
 
 
 def check_context(model, tokenizer, prompts, args):
@@ -675,9 +696,7 @@ def check_context(model, tokenizer, prompts, args):
     length = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids)
     context = getattr(model.config, "max_position_embeddings", math.inf)
     if length + args.max_completion_length > context:
-        stop(
-            f"{length} tokens of prompt and {args.max_completion_length} of completion exceed the context of {context}"
-        )
+        stop(f"{length} tokens of prompt + {args.max_completion_length} of completion exceed the context of {context}")
 
 
 def estimate(values):
@@ -686,12 +705,12 @@ def estimate(values):
     return {"mean": values.mean().item(), "standard_error": values.std().item() / len(values) ** 0.5, "n": len(values)}
 
 
-def run(args, model, *, records, judge, write, shown):
+def run(args, model, *, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
 
     Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
     """
-    start, history, summary, stopped = time.perf_counter(), [], {}, None
+    history, summary, stopped = [], {}, None
     trained = [p for p in model.parameters() if p.requires_grad]
     count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
@@ -707,8 +726,8 @@ def run(args, model, *, records, judge, write, shown):
         texts_before = held_out("before")
         with tqdm(total=args.steps, unit="step") as bar:
             for record in records:
-                history.append({name: round(float(value), 6) for name, value in record.items()})
                 good = [p.detach().clone() for p in trained]
+                history.append({k: v if isinstance(v, int) else round(float(v), 6) for k, v in record.items()})
                 bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
                 bar.update()
         texts_after = held_out("after")
@@ -723,25 +742,22 @@ def run(args, model, *, records, judge, write, shown):
         stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
     for p, value in zip(trained, good, strict=True):
         p.data.copy_(value)
+    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
+    summary |= {"seconds": time.perf_counter() - start, "peak_memory_mb": peak_memory_mb(args.device)}
+    summary["stopped"] = stopped
     curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
+    save(args.out, write, history, summary, curves)
     for label, values in curves.items():
         print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
-    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
-    summary |= {
-        "seconds": time.perf_counter() - start,
-        "peak_memory_mb": peak_memory_mb(args.device),
-        "stopped": stopped,
-    }
-    save(args.out, write, history, summary, curves)
     print(f"saved in {args.out}")
     if stopped:
-        stop(f"{stopped}; what is saved are the weights of step {len(history)}", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; the weights of step {len(history)} are saved", 130 if stopped == "interrupted" else 2)
     return summary
 
 
 def save(out, write, history, summary, curves):
-    """Write everything beside the folder `out`, then rename: it holds the old result or the new one, never half."""
-    new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
+    """Write everything into a hidden folder beside `out`, then rename: `out` never holds half a result."""
+    new, old = (out.with_name(f".{out.name}.{which}") for which in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     write(new)

@@ -1,13 +1,13 @@
-"""Reward model: sample K answers to each prompt, have them ranked, then give the better of each two the higher score.
+"""Reward model: sample K answers to each prompt, rank them, train a score that is higher for the better of each pair.
 
     loss(theta) = - 1 / C(K, 2)  sum over pairs (better w, worse l) of  log sigmoid(r_theta(x, y_w) - r_theta(x, y_l))
 
     r_theta(x, y) = head . (the backbone's last hidden state at the last token of prompt x and answer y)
 
 In memory: one model. Its frozen weights sample the answers; the same weights with a LoRA adapter and a head of one row
-score them. The K answers are encoded once, not once a pair: K passes instead of K (K - 1).
+score them. Each answer is encoded once, not once per pair it is in: K forward passes instead of K (K - 1).
 
-    python reward_model.py                  # babylm/babyllama-100m-2024; without a network the embedded tiny_llama
+    python reward_model.py                  # babylm/babyllama-100m-2024; offline the embedded tiny_llama
     python reward_model.py --model tiny_llama --num-generations 9 --batching by-prompt
     python reward_model.py --data my_pairs.jsonl    # {"prompt": ..., "chosen": ..., "rejected": ...}, one a line
 
@@ -16,7 +16,6 @@ Stiennon et al. (arXiv 2009.01325), InstructGPT (2203.02155); Bradley and Terry 
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import inspect
 import json
@@ -46,7 +45,7 @@ def ranked_pairs(scores):
     """The pairs that a ranking of K answers to one prompt makes: InstructGPT, section 3.5.
 
     scores: K numbers, a list or a tensor (K,); higher is better. Returns [(better, worse), ...], indices into it:
-    K (K - 1) / 2 of them, fewer where answers tie, since a tie ranks neither above the other.
+    K (K - 1) / 2 of them, less the pairs that tie.
     Shown by B5 in test_losses.py: 6 pairs for K = 4, 36 for K = 9.
     """
     return [(i, j) for i, a in enumerate(scores) for j, b in enumerate(scores) if a > b]
@@ -55,8 +54,8 @@ def ranked_pairs(scores):
 def last_token_scores(token_scores, attention_mask):
     """The score at each row's last real token, which alone has seen the whole answer: (B, L), (B, L) -> (B,).
 
-    The mask finds it, not the token ids, and by position, not by count: right for padding on either side or both, and
-    where pad == EOS. A row without a real token gets 0.
+    It is found by its position in the mask, not by token id or count, so padding may stand on either side, and pad may
+    equal EOS. A row without a real token gets 0.
     Shown by B4 and B6 in test_losses.py.
     """
     return torch.where(last_token(attention_mask), token_scores, 0.0).sum(dim=1)
@@ -72,7 +71,7 @@ def reward_loss(chosen_scores, rejected_scores, margin=None, weights=None):
     """sum of w * -log sigmoid(chosen - rejected - margin) / sum of w: InstructGPT, eq. 1. Returns (loss, metrics).
 
     chosen_scores, rejected_scores: (P,), the scores of the better and of the worse answer of each pair. Only their
-    difference counts, so what the scores are is open up to a constant.
+    difference counts: adding a constant to all scores changes nothing.
     margin: (P,) or a number that the difference should exceed (Llama 2, eq. 2). weights: (P,); None = 1 each. With
     1 / C(K, 2) for the pairs of a prompt each prompt counts the same, however many answers it has; 0 leaves a pair out.
     metrics: accuracy (share of pairs scored in the right order) and margin (mean difference), weighted like the loss.
@@ -138,7 +137,7 @@ def load(args):
 
     No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning)  # peft's use of what transformers renamed
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft uses names that transformers has renamed
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -150,14 +149,14 @@ def load(args):
     name = args.model or "babylm/babyllama-100m-2024"
     try:
         try:
-            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: the hub is not asked
+            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: no network
         except OSError:
             if Path(name).exists() or name == "tiny_llama":
                 raise
             if hub_has(name):
                 model, tokenizer = read(name)
             elif args.model:
-                raise OSError("it is no folder, not in the cache, and the hub has none or cannot be reached") from None
+                raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
             else:
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
                 model, tokenizer = read(name := "tiny_llama", local_files_only=True)
@@ -166,9 +165,9 @@ def load(args):
     if tokenizer.eos_token_id is None:
         stop(f"the tokenizer of {name!r} has no end-of-text token, so no completion could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    layers = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "weight", None) is not None}
-    for target in set(args.lora_targets) - layers:
-        stop(f"--lora-targets {target}: no layer of the model has this name, but {', '.join(sorted(layers))}")
+    weights = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
+    for target in sorted(set(args.lora_targets) - weights):
+        stop(f"--lora-targets {target}: the model has no such layer; it has {', '.join(sorted(weights))}")
     args.model = name
     return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
 
@@ -179,7 +178,7 @@ def hub_has(name):
 
     def ask():
         with contextlib.suppress(Exception):
-            answer.append(has_file(name, ".gitattributes"))  # every model there has it, no cache does
+            answer.append(has_file(name, ".gitattributes"))  # in every repository there, in no cache: this really asks
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -190,12 +189,17 @@ def hub_has(name):
 def token_scores(model, head, input_ids, attention_mask):
     """A head on the last hidden states: one score at each token, (B, L), (B, L) -> (B, L), float32.
 
-    model: the peft model, whose active adapter is used; no logits are computed.
+    model: the peft model, whose active adapter is used; no logits are computed. Columns that are padding in every row
+    are left out and get 0.
     """
+    used = attention_mask.any(dim=0)  # (L,)
+    ids, mask = input_ids[:, used], attention_mask[:, used]
+    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
     backbone = model.get_base_model().base_model
-    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    return head(backbone(**inputs, use_cache=False).last_hidden_state.float()).squeeze(-1)
+    hidden = backbone(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
+    scores = torch.zeros(attention_mask.shape, device=input_ids.device)
+    scores[:, used] = head(hidden.float()).squeeze(-1)
+    return scores
 
 
 def answer_scores(model, rows, pad_token_id):
@@ -206,24 +210,24 @@ def answer_scores(model, rows, pad_token_id):
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """1 up to each row's first EOS, that one included, 0 behind it: (B, T) -> (B, T). Right also where pad == EOS."""
+    """1 up to and including each row's first EOS, 0 after it: (B, T) -> (B, T). Right also where pad == EOS."""
     is_eos = (completion_ids == eos_token_id).long()
     return (is_eos.cumsum(dim=1) - is_eos == 0).long()
 
 
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature=1.0, eos_token_id, pad_token_id):
-    """Sample a completion to each left-padded prompt: (B, P), (B, P) -> (B, T), padded behind the EOS.
+    """Sample a completion for each left-padded prompt: (B, P), (B, P) -> (B, T), padded after the EOS.
 
     Plain sampling from the softmax: with top-k or top-p the tokens would come from another distribution than the one
     whose log-probs are trained.
     """
-    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+    keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
     completion, done = [], torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # done: (B, 1)
     while len(completion) < max_completion_length and not done.all():
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **keywords).logits[:, -1]  # (B, V)
-        # Where a uniform number falls in the cumulative sum: torch.multinomial's draw in a fraction of its time.
+        # Inverse-CDF sampling: the distribution of torch.multinomial in a fraction of its time.
         cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
         u = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, u, right=True).clamp(max=logits.shape[1] - 1)  # the action: (B, 1)
@@ -235,7 +239,7 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
 
 
 def complete(model, tokenizer, prompts, args):
-    """Sample one completion a prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
+    """Sample one completion per prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
     options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
     options["pad_token_id"] = tokenizer.pad_token_id
@@ -248,8 +252,8 @@ def complete(model, tokenizer, prompts, args):
 def ranked_answers(model, tokenizer, prompts, num_generations, args):
     """Sample num_generations answers to each prompt from the model without its adapter, and let the rater rank them.
 
-    Returns a group a prompt: {"prompt", "answers": K texts, "rows": K tensors of tokens, prompt included, "happiness":
-    K numbers, "pairs": [(better, worse), ...]}.
+    Returns one group per prompt: {"prompt", "answers": K texts, "rows": K tensors of tokens, prompt included,
+    "happiness": K numbers, "pairs": [(better, worse), ...], "weight": of each pair}.
     """
     K, groups = num_generations, []
     with model.disable_adapter():
@@ -259,18 +263,26 @@ def ranked_answers(model, tokenizer, prompts, num_generations, args):
     for i, prompt in enumerate(prompts):
         own = slice(i * K, (i + 1) * K)
         rated = [happiness(text) for text in texts[own]]
-        groups.append({"prompt": prompt, "answers": texts[own], "rows": rows[own], "happiness": rated})
-        groups[-1]["pairs"] = ranked_pairs(rated)
+        group = {"prompt": prompt, "answers": texts[own], "rows": rows[own], "happiness": rated}
+        groups.append(group | {"pairs": ranked_pairs(rated), "weight": 1 / math.comb(K, 2)})
+    return groups
+
+
+def rankings(model, tokenizer, prompts, num_generations, args):
+    """ranked_answers of many prompts, 64 answers at a time."""
+    size, groups = max(1, 64 // num_generations), []
+    for start in tqdm(range(0, len(prompts), size), desc="ranking answers", unit="batch", leave=False):
+        groups += ranked_answers(model, tokenizer, prompts[start : start + size], num_generations, args)
     return groups
 
 
 @torch.no_grad()
 def evaluate_scores(model, tokenizer, sets, held_out, args):
-    """What the scores are worth: estimates, and the best and the worst answer of all sets by score.
+    """What the scores are worth: estimates, and the answers with the highest and with the lowest score.
 
-    held_out: groups whose pairs are compared; each group is one number, since pairs of one prompt are no independent
-    draws. sets: groups of 8 answers to the held-out prompts. best_of_8 is the happiness of the answer with the highest
-    score of its 8; happiness is that of any answer, best_of_8_by_rater that of the happiest.
+    held_out: groups whose pairs are compared; each group is one number, since the pairs of one prompt are not
+    independent. sets: groups of 8 answers to the held-out prompts. best_of_8 is the happiness of the answer with the
+    highest score of its 8; happiness is that of any answer, best_of_8_by_rater that of the happiest.
     """
     columns = {"accuracy": [], "chosen_score": [], "rejected_score": []}
     for group in held_out:
@@ -281,10 +293,12 @@ def evaluate_scores(model, tokenizer, sets, held_out, args):
             columns["chosen_score"].append(scores[better].mean())
             columns["rejected_score"].append(scores[worse].mean())
     if len(columns["accuracy"]) < 2:
-        raise ArithmeticError("all answers to the held-out prompts tied, so there are no pairs to judge the scores by")
+        raise ArithmeticError("answers to fewer than two held-out prompts differ, so there are no pairs to judge by")
     scores = [answer_scores(model, group["rows"], tokenizer.pad_token_id).tolist() for group in sets]
+    if not all(math.isfinite(x) for row in scores for x in row):
+        raise ArithmeticError("the scores of the held-out answers are not finite")
     columns["happiness"] = [h for group in sets for h in group["happiness"]]
-    columns["best_of_8"] = [max(zip(s, g["happiness"], strict=True))[1] for s, g in zip(scores, sets, strict=True)]
+    columns["best_of_8"] = [g["happiness"][s.index(max(s))] for s, g in zip(scores, sets, strict=True)]
     columns["best_of_8_by_rater"] = [max(group["happiness"]) for group in sets]
     texts = [group["prompt"] + answer for group in sets for answer in group["answers"]]
     ordered = sorted(zip((x for s in scores for x in s), texts, strict=True))
@@ -295,47 +309,33 @@ def evaluate_scores(model, tokenizer, sets, held_out, args):
 # ---------------------------------------------------------------- training
 
 
-def train(model, tokenizer, material, made, args):
-    """InstructGPT's reward model. Yields the metrics of a step when the step is done.
-
-    material: prompts, or with --data the groups of its pairs. made: list to which the groups sampled here are added.
-    """
+def train(model, tokenizer, groups, args):
+    """InstructGPT's reward model, on groups of ranked answers. Yields the metrics of a step when the step is done."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0)
-    queue, samples, pairs = [], 0, 0
+    queue, samples = [], 0
     for step in range(1, args.steps + 1):
+        # 1. The ranked answers to a batch of prompts. Every group is used once before any is used again.
         while len(queue) < args.prompts_per_step:
-            queue += [material[i] for i in torch.randperm(len(material))]
-        groups, queue = queue[: args.prompts_per_step], queue[args.prompts_per_step :]
+            queue += [groups[i] for i in torch.randperm(len(groups))]
+        batch, queue = queue[: args.prompts_per_step], queue[args.prompts_per_step :]
+        samples += sum(len(group["rows"]) for group in batch)
 
-        # 1. Sample K answers to each prompt and rank them. (The file of --data has them already.)
-        if not args.data:
-            groups = ranked_answers(model, tokenizer, groups, args.num_generations, args)
-            made += groups
-        samples += sum(len(group["rows"]) for group in groups)
-
-        # 2. Pair. Where all answers tie there is nothing to learn.
-        ranked = [group for group in groups if group["pairs"]]
-        pairs += sum(len(group["pairs"]) for group in ranked)
-
-        # 3. Update: on the pairs of all prompts at once, or on one prompt's after the other's.
-        scores = torch.zeros(0, device=args.device)
-        for batch in [ranked] if ranked and args.batching == "mixed" else [[group] for group in ranked]:
-            scores = torch.cat([scores, backward(model, tokenizer, batch, args)])
+        # 2. Update: one optimizer step on the pairs of all prompts, or one per prompt.
+        scores = []
+        for part in [batch] if args.batching == "mixed" else [[group] for group in batch]:
+            scores.append(backward(model, tokenizer, part, args))
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            if not (scores.isfinite().all() and grad_norm.isfinite()):
+            if not (scores[-1].isfinite().all() and grad_norm.isfinite()):
                 raise ArithmeticError(f"step {step}: a score or the gradient is not finite (its norm: {grad_norm})")
             optimizer.step()
             optimizer.zero_grad()
 
-        # 4. Report.
-        better, worse, weights = pair_rows(ranked, args.device)
+        # 3. Report.
+        scores, (better, worse, weights) = torch.cat(scores), pair_rows(batch, args.device)
         loss, metrics = reward_loss(scores[better], scores[worse], weights=weights)
-        metrics |= {"loss": loss, "mean_score": scores.mean() if ranked else 0.0, "pairs": len(better)}
-        metrics["frac_tied_prompts"] = 1 - len(ranked) / len(groups)
+        metrics |= {"loss": loss, "grad_norm": grad_norm, "mean_score": scores.mean(), "pairs": len(better)}
         yield {"step": step, "samples": samples, **metrics}
-    if pairs == 0:
-        raise ArithmeticError("all answers to all prompts tied, so there was nothing to rank and nothing was learned")
 
 
 def backward(model, tokenizer, groups, args):
@@ -356,12 +356,11 @@ def backward(model, tokenizer, groups, args):
 
 
 def pair_rows(groups, device):
-    """The pairs of all groups, with their answers laid end to end: rows better (P,), worse (P,) and weights (P,)."""
+    """The pairs of all groups: better (P,) and worse (P,), indices into all answers end to end, and weights (P,)."""
     pairs, first = [], 0
     for group in groups:
-        K = len(group["rows"])
-        pairs += [(first + better, first + worse, 1 / math.comb(K, 2)) for better, worse in group["pairs"]]
-        first += K
+        pairs += [(first + better, first + worse, group["weight"]) for better, worse in group["pairs"]]
+        first += len(group["rows"])
     better, worse, weights = zip(*pairs, strict=True) if pairs else ((), (), ())
     index = {"dtype": torch.long, "device": device}
     return torch.tensor(better, **index), torch.tensor(worse, **index), torch.tensor(weights, device=device)
@@ -372,13 +371,14 @@ def pair_rows(groups, device):
 
 def parse_args(argv):
     """The options of this script, checked."""
-    parser = common_options(steps=120, learning_rate=3e-3)
+    parser = common_options(steps=100, learning_rate=3e-3)
     add = parser.add_argument
-    add("--prompts", type=Path, help="file of prompts to use instead of the built-in ones, one a line")
+    add("--prompts", type=Path, help="file of prompts to use instead of the built-in ones, one per line")
     add("--data", type=Path, help="JSONL file of pairs to train on instead; every tenth of its prompts is held out")
+    add("--rankings", type=int, default=640, help="prompts to sample answers to and rank, again and again if fewer")
     add("--prompts-per-step", type=int, default=16, help="prompts in a batch")
     add("--num-generations", type=int, default=4, help="answers to each prompt, 2 to 9: K")
-    add("--batching", choices=["mixed", "by-prompt"], default="mixed", help="an update on all, or one a prompt")
+    add("--batching", choices=["mixed", "by-prompt"], default="mixed", help="one step on all prompts, or one each")
     args = check_args(parser.parse_args(argv))
     if not 2 <= args.num_generations <= 9:
         stop(f"--num-generations must be 2 to 9, not {args.num_generations}: people rank no more than 9 answers")
@@ -389,47 +389,51 @@ def parse_args(argv):
 
 def main(argv=None):
     """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
-    args = parse_args(argv)
+    start, args = time.perf_counter(), parse_args(argv)
     prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
     pairs = drop_ties(read_pairs(args.data)) if args.data else []
     model, tokenizer = load(args)
     check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
-    material, held_out = split(group_pairs(pairs, model, tokenizer, args), args) if args.data else (prompts, None)
     # SEQ_CLS: peft trains and saves the layer named score beside the adapter. It is float32, whatever --dtype.
     model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False, device=args.device)
     config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="SEQ_CLS")
-    model, made = get_peft_model(model, config).eval(), []
+    model = get_peft_model(model, config).eval()
 
-    @functools.cache
-    def sets():
-        """Two sets of 8 answers to each of the 16 held-out prompts, the same for every --seed."""
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return [g for _ in range(2) for g in ranked_answers(model, tokenizer, HELD_OUT_PROMPTS, 8, args)]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same sets for every --seed
+        sets = rankings(model, tokenizer, HELD_OUT_PROMPTS * 2, 8, args)
+    if args.data:
+        context = getattr(model.config, "max_position_embeddings", math.inf)
+        groups, held_out = split(group_pairs(pairs, tokenizer, args, context), args)
+    else:
+        begun = time.perf_counter()
+        prompts = [prompts[i % len(prompts)] for i in range(args.rankings)]
+        groups, held_out = rankings(model, tokenizer, prompts, args.num_generations, args), sets
+        groups = [group for group in groups if group["pairs"]]
+        seconds, ties = time.perf_counter() - begun, args.rankings - len(groups)
+        print(f"{len(groups)} rankings made in {seconds:.1f} s; {ties} left out, all answers being equally good")
+        if not groups:
+            stop("all answers to all prompts are equally good, so there is nothing to rank")
 
     def write(folder):
         model.save_pretrained(folder, save_embedding_layers=False)
-        if made:
-            lines = [
-                {"prompt": group["prompt"], "chosen": group["answers"][better], "rejected": group["answers"][worse]}
-                for group in made
-                for better, worse in group["pairs"]
-            ]
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            (folder / "pairs.jsonl").write_text(text, encoding="utf-8")
+        lines = pairs or [text_pair(g, *pair, tokenizer.eos_token_id) for g in groups for pair in g["pairs"]]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / "pairs.jsonl").write_text(text, encoding="utf-8")
 
     return run(
         args,
         model,
-        records=train(model, tokenizer, material, made, args),
-        judge=lambda: evaluate_scores(model, tokenizer, sets(), held_out or sets(), args),
+        start=start,
+        records=train(model, tokenizer, groups, args),
+        judge=lambda: evaluate_scores(model, tokenizer, sets, held_out, args),
         write=write,
         shown={"loss": "loss", "accuracy": "accuracy", "margin": "margin"},
     )
 
 
 def stop(sentence, status=2):
-    """End the script with one sentence on stderr: a mistake by the user has exit status 2."""
+    """Print one sentence on stderr and exit; status 2 is a mistake by the user."""
     print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -441,7 +445,7 @@ def common_options(**defaults):
     parser.error, add = stop, parser.add_argument
     add("--model", help="name on the hub or folder of a causal language model; tiny_llama is the embedded one")
     add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="names of the layers that get an adapter")
-    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results")
+    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results, replaced")
     add("--steps", type=int, help="training steps")
     add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
     add("--device", default="auto", help="auto, cpu, cuda, ...")
@@ -470,11 +474,13 @@ def check_args(args):
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
     args.dtype = getattr(torch, args.dtype)
-    new, old = (args.out.with_name(args.out.name + ending) for ending in (".new", ".old"))
+    if not args.out.name:
+        stop(f"--out {args.out} is no folder of its own: name one")
+    new, old = (args.out.with_name(f".{args.out.name}.{which}") for which in ("new", "old"))
     if old.exists() and not args.out.exists():
         old.rename(args.out)  # a run was killed between the two renames of save
     if args.out.exists() and not (args.out / "summary.json").exists():
-        stop(f"--out {args.out} is there and is no earlier result: name another folder")
+        stop(f"--out {args.out} exists and is not an earlier result: name another folder")
     try:
         new.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(new)
@@ -490,7 +496,7 @@ def read_prompts(path):
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         stop(f"--prompts {path} cannot be read: {error}")
-    return [line for line in lines if line] or stop(f"--prompts {path} has no line that is not blank")
+    return [line for line in lines if line] or stop(f"--prompts {path} has only blank lines")
 
 
 def read_pairs(path):
@@ -506,11 +512,11 @@ def read_pairs(path):
         try:
             pair = json.loads(line.decode())
             if not isinstance(pair, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             for name in ("prompt", "chosen", "rejected"):
                 if not isinstance(pair.get(name), str):
                     raise ValueError(f"it has no text {name!r}")
-                pair[name].encode()  # half a surrogate pair is no text
+                pair[name].encode()  # a lone surrogate is no text
             if not pair["prompt"].strip():
                 raise ValueError("its prompt is empty")
         except json.JSONDecodeError as error:
@@ -529,36 +535,59 @@ def drop_ties(pairs):
     return good or stop("--data: no pair is left to learn from")
 
 
-def group_pairs(pairs, model, tokenizer, args):
-    """Make groups (see ranked_answers) of pairs: up to 9 answers to one prompt whose pairs stand together.
+def encode_pairs(tokenizer, pairs, context):
+    """The pairs as token ids, under the same names.
 
-    An answer of fewer than max_completion_length tokens is finished and gets its EOS; a longer one counts as cut off.
-    What exceeds the context is cut from the prompt's left; a pair for which that is not enough is skipped and counted.
+    Prompt and answer are encoded apart, so that the prompt's ids are those that sampling sees. An answer ends in
+    exactly one EOS; a truncated one has none. Too long for the context: the prompt loses its left end, the same for
+    both answers. If no token of the prompt can stay, the pair is left out.
     """
-    context = getattr(model.config, "max_position_embeddings", 10**9)
-    groups, skipped = [], 0
-
-    def encode(text, end=()):
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        return ids + list(end) if len(ids) < args.max_completion_length else ids
-
+    names, eos, encoded = ("prompt", "chosen", "rejected"), tokenizer.eos_token_id, []
     for pair in pairs:
-        texts = [pair["chosen"], pair["rejected"]]
-        if max(len(encode(text, [tokenizer.eos_token_id])) for text in texts) >= context:
+        prompt, *answers = tokenizer([pair[name] for name in names], add_special_tokens=False).input_ids
+        for name, ids in zip(names[1:], answers, strict=True):
+            if eos in ids:  # a text that spells the EOS out ends there
+                del ids[ids.index(eos) :]
+            if not ids or not pair.get(f"{name}_truncated"):
+                ids.append(eos)
+        room = min(len(prompt), context - max(map(len, answers)))
+        if room > 0:
+            encoded.append(dict(zip(names, (prompt[-room:], *answers), strict=True)))
+    return encoded
+
+
+def group_pairs(pairs, tokenizer, args, context):
+    """Make groups (see ranked_answers) of pairs: up to 9 answers to one prompt whose pairs stand on consecutive lines.
+
+    All pairs of a group weigh the same, and all groups. A pair too long for the context is skipped and counted.
+    """
+    groups, skipped = [], 0
+    for pair in pairs:
+        encoded = encode_pairs(tokenizer, [pair], context)
+        if not encoded:
             skipped += 1
             continue
-        if not groups or groups[-1]["prompt"] != pair["prompt"] or len({*groups[-1]["answers"], *texts}) > 9:
-            groups.append({"prompt": pair["prompt"], "answers": [], "pairs": []})
-        answers = groups[-1]["answers"]
-        answers += [text for text in texts if text not in answers]
-        groups[-1]["pairs"].append((answers.index(texts[0]), answers.index(texts[1])))
+        rows = [encoded[0]["prompt"] + encoded[0][name] for name in ("chosen", "rejected")]
+        group = groups[-1] if groups else {"prompt": None}
+        new = [row for row in rows if row not in group.get("rows", [])]
+        if group["prompt"] != pair["prompt"] or len(group["rows"] + new) > 9:
+            groups.append(group := {"prompt": pair["prompt"], "rows": [], "pairs": []})
+            new = rows
+        group["rows"] += new
+        group["pairs"].append((group["rows"].index(rows[0]), group["rows"].index(rows[1])))
     for group in groups:
-        answers = [encode(text, [tokenizer.eos_token_id]) for text in group["answers"]]
-        prompt = encode(group["prompt"])[-(context - max(map(len, answers))) :]  # the same cut for all answers
-        group["rows"] = [torch.tensor(prompt + ids, device=args.device) for ids in answers]
+        group["rows"] = [torch.tensor(row, device=args.device) for row in group["rows"]]
+        group["weight"] = 1 / len(group["pairs"])
     if skipped:
-        print(f"{args.data}: {skipped} pairs with an answer longer than the context are skipped")
+        print(f"{args.data}: {skipped} pairs too long for the context are skipped")
     return groups
+
+
+def text_pair(group, better, worse, eos_token_id):
+    """A line of pairs.jsonl. An answer without an EOS was cut off: its line says so, so that it gets none when read."""
+    rows = {"chosen": better, "rejected": worse}
+    pair = {"prompt": group["prompt"]} | {name: group["answers"][row] for name, row in rows.items()}
+    return pair | {f"{name}_truncated": True for name, row in rows.items() if group["rows"][row][-1] != eos_token_id}
 
 
 def split(groups, args):
@@ -575,9 +604,7 @@ def check_context(model, tokenizer, prompts, args):
     length = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids)
     context = getattr(model.config, "max_position_embeddings", math.inf)
     if length + args.max_completion_length > context:
-        stop(
-            f"{length} tokens of prompt and {args.max_completion_length} of completion exceed the context of {context}"
-        )
+        stop(f"{length} tokens of prompt + {args.max_completion_length} of completion exceed the context of {context}")
 
 
 def estimate(values):
@@ -586,12 +613,12 @@ def estimate(values):
     return {"mean": values.mean().item(), "standard_error": values.std().item() / len(values) ** 0.5, "n": len(values)}
 
 
-def run(args, model, *, records, judge, write, shown):
+def run(args, model, *, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
 
     Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
     """
-    start, history, summary, stopped = time.perf_counter(), [], {}, None
+    history, summary, stopped = [], {}, None
     trained = [p for p in model.parameters() if p.requires_grad]
     count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
@@ -607,8 +634,8 @@ def run(args, model, *, records, judge, write, shown):
         texts_before = held_out("before")
         with tqdm(total=args.steps, unit="step") as bar:
             for record in records:
-                history.append({name: round(float(value), 6) for name, value in record.items()})
                 good = [p.detach().clone() for p in trained]
+                history.append({k: v if isinstance(v, int) else round(float(v), 6) for k, v in record.items()})
                 bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
                 bar.update()
         texts_after = held_out("after")
@@ -623,25 +650,22 @@ def run(args, model, *, records, judge, write, shown):
         stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
     for p, value in zip(trained, good, strict=True):
         p.data.copy_(value)
+    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
+    summary |= {"seconds": time.perf_counter() - start, "peak_memory_mb": peak_memory_mb(args.device)}
+    summary["stopped"] = stopped
     curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
+    save(args.out, write, history, summary, curves)
     for label, values in curves.items():
         print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
-    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
-    summary |= {
-        "seconds": time.perf_counter() - start,
-        "peak_memory_mb": peak_memory_mb(args.device),
-        "stopped": stopped,
-    }
-    save(args.out, write, history, summary, curves)
     print(f"saved in {args.out}")
     if stopped:
-        stop(f"{stopped}; what is saved are the weights of step {len(history)}", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; the weights of step {len(history)} are saved", 130 if stopped == "interrupted" else 2)
     return summary
 
 
 def save(out, write, history, summary, curves):
-    """Write everything beside the folder `out`, then rename: it holds the old result or the new one, never half."""
-    new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
+    """Write everything into a hidden folder beside `out`, then rename: `out` never holds half a result."""
+    new, old = (out.with_name(f".{out.name}.{which}") for which in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     write(new)

@@ -7,6 +7,8 @@ Ids such as A11 or B18 are the points of the two articles; README.md has the tab
 """
 
 import ast
+import contextlib
+import inspect
 import itertools
 import json
 import math
@@ -22,8 +24,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import dpo
 import grpo
@@ -142,6 +145,17 @@ def test_A12_a_negative_advantage_is_not_bounded_without_delta():
         assert metrics["clip_ratio/dual_mean"] == (delta is not None) and metrics["clip_ratio/high_mean"] == 0
 
 
+def test_delta_bounds_the_ratio_of_a_negative_advantage_also_without_a_clip():
+    # A = -1, ratio 5 bounded by 2: loss 2, gradient 0. A = 1: delta is no bound, loss -5, gradient -5.
+    for advantage, expected, slope in ((-1.0, 2.0, 0.0), (1.0, -5.0, -5.0)):
+        log_probs = row(math.log(5.0), grad=True)
+        args = log_probs, row(0.0), None, torch.tensor([advantage]), torch.ones(1, 1)
+        loss, metrics = grpo.grpo_loss(*args, beta=0, epsilon=None, delta=2.0)
+        loss.backward()
+        assert near(loss, expected) and near(log_probs.grad, [[slope]]), "delta is for A < 0, with or without epsilon"
+        assert metrics["clip_ratio/dual_mean"] == (advantage < 0) and metrics["clip_ratio/high_mean"] == 0
+
+
 @pytest.mark.parametrize(
     "ratio, advantage, loss, gradient, share",
     [
@@ -176,14 +190,21 @@ def test_gspo_has_one_length_normalised_ratio_a_sequence():
     assert near(loss, -2.4) and metrics["clip_ratio/high_mean"] == 1, "all of its tokens are clipped, or none"
 
 
-def test_clip_shares_are_of_tokens_and_for_gspo_of_sequences():
-    # Ratios 2 2 2 and 1: of four tokens three are clipped, of two sequences one.
-    log_probs = torch.tensor([[math.log(2)] * 3, [0.0] * 3])
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+@pytest.mark.parametrize("side, ratio, advantage", [("low", 0.5, -1.0), ("high", 2.0, 1.0), ("dual", 2.0, -1.0)])
+def test_clip_shares_are_of_tokens_and_for_gspo_of_sequences(side, ratio, advantage):
+    # Three ratios out of range and a 1: of four tokens three are clipped, of two sequences one. The third is empty.
+    log_probs = torch.tensor([[math.log(ratio)] * 3, [0.0] * 3, [0.0] * 3])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     for level, share in (("token", 3 / 4), ("sequence", 1 / 2)):
-        args = log_probs, torch.zeros(2, 3), None, torch.ones(2), mask
-        _, metrics = grpo.grpo_loss(*args, beta=0, importance_sampling_level=level)
-        assert near(metrics["clip_ratio/high_mean"], share), level
+        args = log_probs, torch.zeros(3, 3), None, torch.full((3,), advantage), mask
+        _, metrics = grpo.grpo_loss(*args, beta=0, delta=1.5, importance_sampling_level=level)
+        assert near(metrics[f"clip_ratio/{side}_mean"], share), f"{side}, of the {level}s"
+
+
+def test_a_masked_mean_is_over_what_the_mask_keeps_and_of_nothing_it_is_0():
+    x = torch.tensor([1.0, math.nan, 3.0])
+    assert grpo.masked_mean(x, torch.tensor([True, False, True])) == 2, "(1 + 3) / 2"
+    assert grpo.masked_mean(x, torch.zeros(3, dtype=torch.bool)) == 0
 
 
 # ================================================================ GRPO: the KL
@@ -240,6 +261,11 @@ def test_at_beta_0_no_reference_is_needed_and_with_one_the_kl_is_only_reported()
     without, metrics = grpo.grpo_loss(*args, None, torch.tensor([1.0]), torch.ones(1, 2), beta=0)
     with_ref, reported = grpo.grpo_loss(*args, row(-2.0, -3.0), torch.tensor([1.0]), torch.ones(1, 2), beta=0)
     assert without == with_ref == -1 and "kl" not in metrics and near(reported["kl"], 0.367879)
+
+
+def test_a_beta_above_0_without_ref_log_probs_is_a_ValueError():
+    with pytest.raises(ValueError, match="ref_log_probs are needed"):
+        grpo.grpo_loss(row(-1.0), row(-1.0), None, torch.tensor([1.0]), torch.ones(1, 1), beta=0.1)
 
 
 # ================================================================ GRPO: masks, means, numbers that overflow
@@ -347,9 +373,13 @@ def test_the_gradient_is_the_numerical_one(loss_type, level):
 
 def test_metrics_are_detached_and_approx_kl_is_old_minus_new():
     log_probs, old, ref, advantages, mask = ragged()
-    _, metrics = grpo.grpo_loss(log_probs.requires_grad_(), old, ref, advantages, mask)
-    assert not any(value.requires_grad for value in metrics.values())
-    assert near(metrics["approx_kl"], (old - log_probs)[mask.bool()].mean()), "mean of old minus new over the tokens"
+    for level in ("token", "sequence"):
+        args = log_probs.requires_grad_(), old, ref, advantages, mask
+        _, metrics = grpo.grpo_loss(*args, importance_sampling_level=level)
+        assert not any(value.requires_grad for value in metrics.values())
+        assert near(metrics["approx_kl"], (old - log_probs)[mask.bool()].mean()), (
+            "mean of old minus new over the tokens"
+        )
     kl = grpo.kl_divergence(log_probs, ref)[mask.bool()].mean()
     assert near(metrics["kl"], kl), "kl is a mean over tokens"
 
@@ -372,8 +402,10 @@ def test_an_unknown_variant_is_a_ValueError_that_lists_what_there_is():
 def test_happiness_counts_families_of_words_once_and_saturates():
     assert grpo.happiness(" smiled, laughed") == pytest.approx(2 / 3), "two cheerful families of three"
     assert grpo.happiness("Happy happily HAPPINESS!") == pytest.approx(1 / 3), "one family, however often"
+    assert grpo.happiness("SAD") == grpo.happiness("sad sadness") == pytest.approx(-1 / 3), "gloomy ones likewise"
     assert grpo.happiness("a sad, lonely friend") == pytest.approx(-1 / 3), "1 - 2"
     assert grpo.happiness("joy fun love hug smile dance") == 1, "three are enough: a list pays no more"
+    assert grpo.happiness("sad cold dark lost poor") == -1, "and costs no more"
     assert grpo.happiness("") == grpo.happiness("unhappyish") == 0, "whole words only"
 
 
@@ -404,13 +436,21 @@ def with_lora(**changes):
     return get_peft_model(model, LoraConfig(**config)).eval(), tokenizer
 
 
+def off_zero(model, adapter="", std=0.02):
+    """Give the adapter a B that is not 0, as training would: the model then differs from the one without adapter."""
+    torch.manual_seed(0)
+    for name, p in model.named_parameters():
+        if f"lora_B.{adapter}" in name:
+            torch.nn.init.normal_(p, std=std)
+
+
 def by_heart(sequence, vocabulary=10):
     """A model that is certain of the next token of one sequence: logits at t single out token t + 1."""
 
-    def model(input_ids, logits_to_keep=0, **_):
+    def model(input_ids, logits_to_keep, **_):
         following = torch.tensor(sequence[1:] + [0])[: input_ids.shape[1]].expand(len(input_ids), -1)
         logits = torch.nn.functional.one_hot(following, vocabulary).float() * 1000
-        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+        return SimpleNamespace(logits=logits[:, logits_to_keep])
 
     return model
 
@@ -426,9 +466,11 @@ def test_A1_the_model_continues_the_quick_brown_fox(tiny):
 def test_A2_the_tokenizer_ends_a_text_with_eos_but_no_eos_stands_inside_what_the_model_sees(tiny):
     model, tokenizer = tiny
     assert tokenizer("The dog").input_ids[-1] == tokenizer.eos_token_id, "as babyllama's tokenizer does"
-    ids, attention_mask, mask, _ = grpo.complete(model, tokenizer, grpo.HELD_OUT_PROMPTS, options())
-    prompt = ids[:, : -mask.shape[1]]
+    torch.manual_seed(0)
+    ids, attention_mask, mask, texts = grpo.complete(model, tokenizer, grpo.HELD_OUT_PROMPTS * 2, options())
+    prompt, answers = ids[:, : -mask.shape[1]], ids[:, -mask.shape[1] :]
     assert not (prompt == tokenizer.eos_token_id).any(), "an EOS after the prompt says that the story is over"
+    assert (answers == tokenizer.eos_token_id).any() and not any(tokenizer.eos_token in text for text in texts)
 
 
 def test_A3_lora_trains_rank_times_in_plus_out_parameters_a_projection():
@@ -471,7 +513,7 @@ def test_A6_the_log_prob_of_a_token_is_read_one_position_before_it():
     ids = torch.tensor([sequence])
     got = grpo.token_log_probs(by_heart(sequence), ids, torch.ones_like(ids), 3)
     assert near(got, torch.zeros(1, 3)), "a model that knows the sequence by heart is certain of each token"
-    logits = by_heart(sequence)(ids, logits_to_keep=8).logits
+    logits = by_heart(sequence)(ids, logits_to_keep=slice(-8, None)).logits
     unshifted = log_softmax(logits, -1).gather(2, ids[..., None])[0, -3:, 0]
     assert (unshifted < -100).all(), "the article's version, unshifted, finds the same tokens impossible"
 
@@ -488,6 +530,17 @@ def test_A7_a_row_has_the_same_log_probs_alone_and_in_a_left_padded_batch(tiny):
         lost = grpo.token_log_probs(model, ids, torch.ones_like(ids), T)[0, :n]
     assert near(batch, alone, 1e-4), "the padding is masked, and the positions are counted without it"
     assert not near(lost, alone, 1e-2), "this test would notice a lost mask (attention_masks= loses it silently)"
+
+
+def test_A7_every_keyword_that_the_model_is_given_is_one_that_it_names(tiny, monkeypatch):
+    model, tokenizer = tiny
+    given, named = [], inspect.signature(type(model).forward).parameters
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **keywords: given.append(set(keywords)) or forward(**keywords))
+    ids, attention_mask, mask, _ = grpo.complete(model, tokenizer, ["The dog"], options(max_completion_length=2))
+    grpo.token_log_probs(model, ids, attention_mask, mask.shape[1])
+    for keywords in given:
+        assert {"attention_mask", "position_ids"} <= keywords <= set(named), "it ignores others without a word"
 
 
 def test_columns_that_are_padding_in_every_row_cost_nothing_and_get_0(tiny):
@@ -509,6 +562,36 @@ def test_log_probs_are_divided_by_the_sampling_temperature(tiny):
     assert near(got, expected) and got.dtype == torch.float32
 
 
+def test_log_probs_are_float32_also_of_a_model_in_bfloat16():
+    torch.manual_seed(0)
+    ids, logits = torch.tensor([[5, 6, 7, 8]]), torch.randn(1, 3, 10).bfloat16()
+    got = grpo.token_log_probs(lambda **_: SimpleNamespace(logits=logits), ids, torch.ones_like(ids), 3, 0.7)
+    expected = (logits.float() / 0.7).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    assert got.dtype == torch.float32 and near(got, expected, 1e-6), "bfloat16 has 3 digits, and ratios are near 1"
+
+
+def learned_positions():
+    """A small random model whose positions are a table, not rotations: it notices a wrong one."""
+    torch.manual_seed(0)
+    size = {"vocab_size": 30, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "tie_word_embeddings": False}
+    model = GPT2LMHeadModel(GPT2Config(**size, initializer_range=0.5)).eval()
+    torch.nn.init.normal_(model.transformer.wpe.weight)
+    return model
+
+
+@torch.no_grad()
+def test_positions_are_counted_from_the_first_real_token():
+    model = learned_positions()
+    ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]])
+    padded, alone = (grpo.token_log_probs(model, x, (x != 0).long(), 3) for x in (ids, ids[:1, 3:]))
+    assert near(padded[:1], alone), "a model that learned its positions is right under left padding, too"
+    cold = {"temperature": 1e-4, "eos_token_id": 99, "pad_token_id": 0}
+    padded, alone = (grpo.sample(model, x, (x != 0).long(), 4, **cold) for x in (ids, ids[:1, 3:]))
+    assert torch.equal(padded[:1], alone), "and so is what it writes"
+    whole = torch.cat([ids[:1, 3:], alone], 1)
+    assert (grpo.token_log_probs(model, whole, torch.ones_like(whole), 4, 1e-4) > -0.1).all(), "one position a step"
+
+
 def test_B1_before_the_first_update_the_ratio_is_exactly_1_and_the_kl_exactly_0():
     model, tokenizer = with_lora()
     ids, attention_mask, mask, _ = grpo.complete(model, tokenizer, ["The dog", *grpo.HELD_OUT_PROMPTS[:3]], options())
@@ -524,30 +607,58 @@ def test_B1_before_the_first_update_the_ratio_is_exactly_1_and_the_kl_exactly_0(
     )
 
 
-def uniform_model(vocabulary=200):
-    """A Llama whose next token is any of the vocabulary's with the same probability."""
+def minimal_model(vocabulary):
+    """A minimal Llama, whose forward a test replaces by one of its own."""
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=False, **shape)).eval()
-    torch.nn.init.zeros_(model.lm_head.weight)
-    return model
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **shape)).eval()
 
 
 def test_sampling_draws_from_the_whole_vocabulary_not_from_the_50_likeliest():
     torch.manual_seed(0)
+    model, logits = minimal_model(200), torch.linspace(0, 0.1, 200)  # nearly the same, but no ties for a top-k
+    model.forward = lambda **_: SimpleNamespace(logits=logits.expand(2000, 1, 200))
     prompt = torch.ones(2000, 1, dtype=torch.long)
-    ids = grpo.sample(uniform_model(), prompt, prompt, 1, eos_token_id=2, pad_token_id=0)
-    assert ids.unique().numel() > 190, "2000 draws from 200 equally likely tokens miss hardly any; top_k=50 misses 150"
+    ids = grpo.sample(model, prompt, prompt, 1, eos_token_id=2, pad_token_id=0)
+    assert ids.unique().numel() > 190, "2000 draws from 200 likely tokens miss hardly any; top_k=50 misses 150"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_sampling_draws_from_the_softmax_at_its_temperature(temperature):
     torch.manual_seed(0)
-    model, logits, n = uniform_model(4), torch.tensor([0.0, 1.0, 2.0, -1.0]), 20_000
+    model, logits, n = minimal_model(4), torch.tensor([0.0, 1.0, 2.0, -1.0]), 20_000
     model.forward = lambda **_: SimpleNamespace(logits=logits.expand(n, 1, 4))
     prompt = torch.ones(n, 1, dtype=torch.long)
     ids = grpo.sample(model, prompt, prompt, 1, temperature=temperature, eos_token_id=9, pad_token_id=0)
     frequency = torch.bincount(ids.flatten(), minlength=4) / n
     assert near(frequency, (logits / temperature).softmax(0), 0.015), "four standard errors are 0.014"
+
+
+def test_complete_samples_from_the_padded_prompts_at_the_temperature_and_decodes_up_to_the_eos(tiny, monkeypatch):
+    model, tokenizer = tiny
+    answers = torch.tensor([[50, 60, 70, 80], [51, 61, 2, 90]])  # what stands behind the EOS, 2, is not decoded
+    calls = []
+    monkeypatch.setattr(grpo, "sample", lambda *args, **more: calls.append((args, more)) or answers)
+    prompts = ["The dog", "Every morning the old farmer"]
+    ids, attention_mask, mask, texts = grpo.complete(model, tokenizer, prompts, options(temperature=0.7))
+    [(args, more)] = calls
+    prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+    assert args[0] is model and torch.equal(args[1], prompt.input_ids) and torch.equal(args[2], prompt.attention_mask)
+    assert (prompt.attention_mask[0] == 0).any() and (prompt.attention_mask[:, -1] == 1).all(), "padded on the left"
+    assert args[3:] == (32,) and more == {"temperature": 0.7, "eos_token_id": 2, "pad_token_id": 0}
+    assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]] and texts == tokenizer.batch_decode(
+        [[50, 60, 70, 80], [51, 61]]
+    )
+    assert torch.equal(ids, torch.cat([prompt.input_ids, answers], 1))
+    assert torch.equal(attention_mask, torch.cat([prompt.attention_mask, mask], 1)), "prompt and answer are attended to"
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-24])
+def test_sampling_never_draws_a_token_of_probability_0(monkeypatch, u):
+    # The smallest and the largest uniform number there are, and first and last tokens that have no probability.
+    model, prompt = minimal_model(4), torch.ones(1, 1, dtype=torch.long)
+    model.forward = lambda **_: SimpleNamespace(logits=torch.tensor([[[-math.inf, 0.0, 1.0, -math.inf]]]))
+    monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, u))
+    assert grpo.sample(model, prompt, prompt, 1, eos_token_id=9, pad_token_id=0).item() == (2 if u else 1)
 
 
 def test_sampling_pads_behind_the_eos_and_stops_when_every_row_has_one(tiny):
@@ -591,11 +702,14 @@ def quick(monkeypatch):
     monkeypatch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
 
 
+LEARNING = {"steps": 15, "size": []}  # how long, and with which options, the run of test_A15 trains
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(folder, summary) of a short run with the default options."""
+    """(folder, summary) of a run that is long enough to learn something."""
     out = tmp_path_factory.mktemp("runs") / "grpo"
-    return out, run_grpo(out, steps=15, size=[])
+    return out, run_grpo(out, **LEARNING)
 
 
 def test_A15_training_makes_the_stories_happier_by_5_standard_errors(trained):
@@ -608,7 +722,8 @@ def test_A15_training_makes_the_stories_happier_by_5_standard_errors(trained):
 def test_a_run_starts_at_ratio_1_and_kl_0_and_leaves_metrics_and_a_summary(trained):
     out, summary = trained
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, 16)) and records[-1]["samples"] == 15 * 64
+    assert [record["step"] for record in records] == list(range(1, LEARNING["steps"] + 1))
+    assert records[-1]["samples"] == LEARNING["steps"] * 8 * 8, "8 prompts a step, 8 answers each"
     assert records[0]["kl"] == records[0]["approx_kl"] == 0 < records[-1]["kl"], "the adapter starts at B = 0"
     assert abs(records[0]["loss"]) < 1e-5 < records[0]["grad_norm"], "the loss starts at 0, its gradient does not"
     saved = json.loads((out / "summary.json").read_text())
@@ -616,44 +731,83 @@ def test_a_run_starts_at_ratio_1_and_kl_0_and_leaves_metrics_and_a_summary(train
     assert {p.name for p in out.parent.iterdir()} == {"grpo"}, "nothing half-written is left beside it"
 
 
-def test_the_saved_adapter_gives_the_same_log_probs_in_a_new_process(trained):
-    code = """if True:
-        import sys, torch
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM
-        base = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-        ids = torch.arange(3, 23)[None]
-        torch.manual_seed(1)
-        with torch.no_grad():
-            logits = PeftModel.from_pretrained(base, sys.argv[2])(input_ids=ids).logits
-        print(logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None]).sum().item())
-    """
-    got = subprocess.run(
-        [sys.executable, "-c", code, str(HERE / "tiny_llama"), str(trained[0])], capture_output=True, text=True
-    )
-    model, ids = PeftModel.from_pretrained(grpo.load(options())[0], trained[0]), torch.arange(3, 23)[None]
+# Loads models in a process of its own, which has another seed and no network.
+NEW_PROCESS = """
+import json, shutil, sys, time
+from argparse import Namespace
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+import grpo
+
+base, grpo_run, reward_run, rows, full, cache = json.loads(sys.argv[1])
+found = {"loaded": []}
+for _ in ("empty", "full"):
+    args = Namespace(model=None, device=torch.device("cpu"), dtype=torch.float32, lora_targets=["q_proj"])
+    start = time.time()
+    grpo.load(args)
+    found["loaded"].append((args.model, time.time() - start))
+    shutil.copytree(full, cache)
+    full, cache = cache, cache + "2"
+torch.manual_seed(123)
+with torch.no_grad():
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    logits = PeftModel.from_pretrained(model, grpo_run)(input_ids=torch.tensor(rows[:1])).logits
+    found["log_probs"] = logits.log_softmax(-1)[0, :-1].gather(1, torch.tensor(rows[0])[1:, None]).sum().item()
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, reward_run).eval()
+    found["scores"] = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def new_process(tmp_path_factory, reward_run):
+    """What a new process finds: (its first line of output, {"loaded", "log_probs", "scores"}, the run, the rows)."""
+    folder = tmp_path_factory.mktemp("new_process")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
+        run_grpo(folder / "run", "--learning-rate", "0.05", steps=1)
+    hub = folder / "full" / "models--babylm--babyllama-100m-2024"
+    no_weights = shutil.ignore_patterns("work", "*.py", "*.md")
+    shutil.copytree(HERE / "tiny_llama", hub / "snapshots" / ("0" * 40), ignore=no_weights)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("0" * 40)
+    rows = [list(range(3, 23)), list(range(40, 45)) + [2]]
+    folders = [HERE / "tiny_llama", folder / "run", reward_run, rows, folder / "full", folder / "home" / "hub"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
+    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home")}  # nothing listens there
+    command = [sys.executable, "-c", NEW_PROCESS, json.dumps(folders, default=str)]
+    got = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
+    assert got.returncode == 0, got.stderr
+    first, *_, last = got.stdout.splitlines()
+    return first, json.loads(last), folder / "run", rows
+
+
+def test_the_saved_adapter_gives_the_same_log_probs_in_a_new_process(new_process):
+    _, found, out, rows = new_process
+    model, ids = PeftModel.from_pretrained(grpo.load(options())[0], out), torch.tensor(rows[:1])
     with torch.no_grad():
         here = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
         with model.disable_adapter():
             untrained = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
-    assert float(got.stdout) == pytest.approx(here, abs=1e-3) != pytest.approx(untrained, abs=1e-3), got.stderr
+    assert found["log_probs"] == pytest.approx(here, abs=1e-3) != pytest.approx(untrained, abs=1e-3)
+
+
+def test_without_a_network_the_default_is_the_cached_model_or_else_tiny_llama_and_soon(new_process):
+    first, found, *_ = new_process
+    assert "hub cannot be reached" in first and "tiny_llama" in first, "the first line of output says so"
+    (empty, seconds), (full, _) = found["loaded"]
+    assert empty == "tiny_llama" and seconds < 30, "8 s for the hub to answer, not a minute of retries"
+    assert full == "babylm/babyllama-100m-2024", "a cached model is used"
 
 
 def test_the_same_seed_gives_the_same_metrics_and_another_one_does_not(tmp_path, quick):
     metrics = []
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        run_grpo(tmp_path / name, "--seed", seed, "--num-iterations", "2")
+        run_grpo(tmp_path / name, "--seed", seed, "--num-iterations", "2", steps=1)
         metrics.append((tmp_path / name / "metrics.jsonl").read_text())
     assert metrics[0] == metrics[1] != metrics[2]
-
-
-def test_the_size_of_the_micro_batch_does_not_change_what_is_learned(tmp_path, quick):
-    weights = []
-    for size in ("3", "16"):
-        run_grpo(tmp_path / size, "--micro-batch-size", size, "--loss-type", "dapo", steps=1)
-        record = json.loads((tmp_path / size / "metrics.jsonl").read_text())
-        weights.append(torch.tensor([record["loss"], record["grad_norm"], record["kl"], record["reward"]]))
-    assert near(weights[0], weights[1], 1e-4), "loss, gradient and metrics are the whole batch's"
 
 
 def test_later_iterations_on_a_batch_have_a_ratio_other_than_1(tmp_path, quick):
@@ -661,6 +815,201 @@ def test_later_iterations_on_a_batch_have_a_ratio_other_than_1(tmp_path, quick):
         run_grpo(tmp_path / "x", "--num-iterations", str(iterations), "--learning-rate", "0.01", steps=1)
         record = json.loads((tmp_path / "x" / "metrics.jsonl").read_text())
         assert (record["approx_kl"] == 0) == (iterations == 1), "B1: on-policy in the first pass, off-policy later"
+
+
+def fixed_answers(tokenizer, prompts):
+    """What complete() returns, here six answers, of which the first is cut off, and the texts a to f."""
+    prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+    answers = [[50, 60, 70, 80, 90], [50, 60, 2, 0, 0], [52, 61, 71, 2, 0], [53, 62, 72, 81, 2], [2, 0, 0, 0, 0]]
+    answers = torch.tensor([*answers, [54, 63, 2, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1] * 5, [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]])
+    ids, attention_mask = torch.cat([prompt.input_ids, answers], 1), torch.cat([prompt.attention_mask, mask], 1)
+    return ids, attention_mask, mask, list("abcdef")
+
+
+def alone(batch, i):
+    """(ids, n) of a row of fixed_answers on its own: prompt and answer without padding; the n last are the answer."""
+    ids, attention_mask, mask, _ = batch
+    return ids[i : i + 1, attention_mask[i].bool()], int(mask[i].sum())
+
+
+def log_probs_alone(model, batch, temperature):
+    """Each answer's log-probs, (n,), from a pass over its row alone: the logits at t predict token t + 1."""
+    for i in range(6):
+        ids, n = alone(batch, i)
+        log_probs = (model(input_ids=ids).logits[0] / temperature).log_softmax(-1)
+        yield log_probs[:-1].gather(1, ids[0, 1:, None])[-n:, 0]
+
+
+def plain_sgd(monkeypatch):
+    """Let the scripts train by plain gradient descent, of which a step is easy to write out."""
+    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.SGD)
+
+
+def sgd_step(params, loss, rate):
+    """One step of gradient descent, the gradient's norm clipped to 1. Returns the norm before that."""
+    grads = torch.autograd.grad(loss, params)
+    norm = torch.cat([grad.flatten() for grad in grads]).norm()
+    for p, grad in zip(params, grads, strict=True):
+        p.data -= rate * grad * min(1, 1 / norm)
+    return norm
+
+
+def trained_parameters(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def values_of(params):
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def agree(record, expected):
+    """A step's metrics are those expected, all of them and no others."""
+    assert set(record) == set(expected)
+    for name, value in expected.items():
+        value = torch.as_tensor(value).detach().item()
+        assert float(record[name]) == pytest.approx(value, rel=1e-3, abs=1e-5), f"the metric {name}"
+
+
+@pytest.mark.parametrize(
+    "loss_type, level, beta", [("grpo", "token", 10.0), ("dapo", "token", 0.1), ("dr_grpo", "sequence", 0.1)]
+)
+def test_A15_a_step_of_training_is_the_algorithm_written_out_row_by_row(tmp_path, monkeypatch, loss_type, level, beta):
+    size = "--prompts-per-step 2 --num-generations 3 --max-completion-length 8 --micro-batch-size 4".split()
+    loss = f"--loss-type {loss_type} --importance-sampling-level {level} --beta {beta}".split()
+    clip = "--epsilon 0.02 --epsilon-high 0.03 --delta 1.05".split()
+    rest = "--temperature 0.7 --num-iterations 2 --steps 1 --learning-rate 0.05".split()
+    args = grpo.parse_args([*size, *loss, *clip, *rest, "--out", str(tmp_path / "x")])
+    model, tokenizer = with_lora()
+    off_zero(model)
+    batches, rewarded = [], []
+
+    def complete(model, tokenizer, prompts, args):
+        rewarded.append(prompts)
+        batches.append(fixed_answers(tokenizer, prompts))
+        return batches[-1]
+
+    plain_sgd(monkeypatch)
+    monkeypatch.setattr(grpo, "complete", complete)
+    monkeypatch.setattr(grpo, "reward", lambda prompts, texts: rewarded.append(prompts) or [1, 0.4, 0, 2, 2, 2])
+    params = trained_parameters(model)
+    start = [p.detach().clone() for p in params]
+    (record,) = grpo.train(model, tokenizer, ["The dog", "Every morning the old farmer"], args)
+    learned = values_of(params)
+    (batch,) = batches
+    assert rewarded[0] == rewarded[1] and [len(set(rewarded[0][i : i + 3])) for i in (0, 2, 3)] == [1, 2, 1], (
+        "the three answers to a prompt are side by side"
+    )
+
+    for p, value in zip(params, start, strict=True):
+        p.data.copy_(value)
+    # mean 1.4 / 3; sample std sqrt((0.533333^2 + 0.066667^2 + 0.466667^2) / 2) = 0.503322; the second group is equal
+    std = 0.503322
+    a = [x / (std + 1e-4) for x in (1 - 1.4 / 3, 0.4 - 1.4 / 3, -1.4 / 3, 0, 0, 0)]
+    with torch.no_grad():
+        old = list(log_probs_alone(model, batch, 0.7))
+        with model.disable_adapter():
+            ref = list(log_probs_alone(model, batch, 0.7))
+    for _ in range(2):
+        losses, moved, kls, clipped = [], [], [], {"low": 0, "high": 0, "dual": 0}
+        for i, new in enumerate(log_probs_alone(model, batch, 0.7)):
+            log_ratio = new - old[i]
+            ratio = (log_ratio if level == "token" else log_ratio.mean(dim=0, keepdim=True)).exp()
+            bounded = ratio.clamp(max=1.05) if a[i] < 0 else ratio
+            kl = (ref[i] - new).exp() - (ref[i] - new) - 1
+            losses.append(-torch.minimum(bounded * a[i], bounded.clamp(0.98, 1.03) * a[i]) + beta * kl)
+            moved.append(-log_ratio)
+            kls.append(kl)
+            clipped["low"] += (ratio < 0.98).sum() * (a[i] < 0)
+            clipped["high"] += (ratio > 1.03).sum() * (a[i] > 0)
+            clipped["dual"] += (ratio > 1.05).sum() * (a[i] < 0)
+        if loss_type == "grpo":
+            loss = sum(x.mean() for x in losses) / 6
+        else:
+            loss = sum(x.sum() for x in losses) / (21 if loss_type == "dapo" else 6 * 8)  # tokens; rows x 8
+        norm = sgd_step(params, loss, 0.05)
+    moved, kls = torch.cat(moved), torch.cat(kls)
+    step = values_of(params) - values_of(start)
+    assert (values_of(params) - learned).norm() < 1e-3 * step.norm(), "the weights after both optimizer steps"
+    assert (norm > 1) == (beta > 1), "with a large KL the gradient is clipped to norm 1"
+    assert any(clipped.values()), "in the second iteration the policy has moved, so that the clip has something to do"
+    expected = {"loss": loss, "grad_norm": norm, "approx_kl": moved.mean(), "kl": kls.mean(), "samples": 6}
+    ratios = 21 if level == "token" else 6
+    expected |= {f"clip_ratio/{side}_mean": count / ratios for side, count in clipped.items()}
+    expected |= {"reward": 7.4 / 6, "reward_std": std / 2, "frac_reward_zero_std": 1 / 2}
+    expected |= {"completions/mean_length": 21 / 6, "completions/clipped_ratio": 1 / 6, "step": 1}
+    agree(record, expected)
+
+
+def test_each_prompt_has_its_turn_before_any_comes_again(tmp_path, monkeypatch):
+    model, tokenizer = with_lora()
+    seen = []
+
+    def complete(model, tokenizer, prompts, args):
+        seen.extend(prompts[::3])
+        return fixed_answers(tokenizer, prompts)
+
+    monkeypatch.setattr(grpo, "complete", complete)
+    few = ["--prompts-per-step", "2", "--num-generations", "3", "--steps", "3", "--out", str(tmp_path / "x")]
+    records = list(grpo.train(model, tokenizer, ["A", "B", "C"], grpo.parse_args(few)))
+    assert sorted(seen[:3]) == sorted(seen[3:]) == ["A", "B", "C"], "3 steps of 2 prompts are 2 turns of all 3"
+    assert seen != ["A", "B", "C"] * 2, "in another order each time"
+    assert [record["samples"] for record in records] == [6, 12, 18]
+
+
+def test_no_reference_pass_is_made_at_beta_0(tmp_path, monkeypatch):
+    model, tokenizer = with_lora()
+    monkeypatch.setattr(grpo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
+    monkeypatch.setattr(model, "disable_adapter", None)
+    few = ["--prompts-per-step", "2", "--num-generations", "3", "--steps", "1", "--out", str(tmp_path / "x")]
+    (record,) = grpo.train(model, tokenizer, ["A", "B"], grpo.parse_args([*few, "--beta", "0"]))
+    assert "kl" not in record and "approx_kl" in record
+
+
+def test_the_judge_takes_16_answers_to_each_prompt_by_the_same_draws_and_their_mean_log_ratio(monkeypatch):
+    model, tokenizer = with_lora()
+    off_zero(model, std=0.1)
+    args, batches, complete = options(max_completion_length=4, temperature=0.7), [], grpo.complete
+    monkeypatch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:2])
+
+    def shortened(*x):
+        batches.append(complete(*x))
+        for mask in batches[-1][1:3]:
+            mask[0, -2:] = 0  # as if the first answer had ended two tokens earlier
+        return batches[-1]
+
+    monkeypatch.setattr(grpo, "complete", shortened)
+    monkeypatch.setattr(grpo, "happiness", lambda text: len(text))
+    state = torch.random.get_rng_state()
+    estimates, shown = grpo.evaluate(model, tokenizer, args)
+    assert torch.equal(torch.random.get_rng_state(), state), "judging does not touch the draws of the training"
+    torch.manual_seed(99)
+    assert grpo.evaluate(model, tokenizer, args) == (estimates, shown), "the same draws before and after training"
+    texts = [text for batch in batches[:8] for text in batch[3]]
+    assert estimates["happiness"] == grpo.estimate(map(len, texts)) and estimates["happiness"]["n"] == 2 * 16
+    assert shown == list(zip(grpo.HELD_OUT_PROMPTS, texts, strict=False))
+    k1 = []
+    for ids, attention_mask, mask, _ in batches[:8]:
+        new = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1], 0.7).detach()
+        with model.disable_adapter():
+            k1.append((new - grpo.token_log_probs(model, ids, attention_mask, mask.shape[1], 0.7))[mask.bool()])
+    k1 = torch.cat(k1)
+    assert near(estimates["kl"]["mean"], k1.mean()) and estimates["kl"]["n"] == len(k1), "policy less reference"
+    assert near(estimates["kl"]["standard_error"], k1.std() / len(k1) ** 0.5)
+
+
+def test_log_probs_that_are_not_finite_stop_the_judge(monkeypatch, quick):
+    model, tokenizer = with_lora()
+    real = grpo.token_log_probs
+    monkeypatch.setattr(grpo, "token_log_probs", lambda *x: real(*x) * math.nan)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        grpo.evaluate(model, tokenizer, options(max_completion_length=2))
+
+
+def test_an_estimate_is_the_mean_and_its_standard_error():
+    # mean 2, sample std sqrt((1 + 0 + 1) / 2) = 1, over sqrt(3)
+    got = grpo.estimate([1, 2, 3])
+    assert got == {"mean": 2.0, "standard_error": pytest.approx(0.577350, abs=1e-6), "n": 3}
 
 
 @pytest.mark.parametrize(
@@ -717,6 +1066,8 @@ def refused(capsys, *argv):
         (["--model", "no/such-model"], "no/such-model"),
         (["--model", "test_losses.py"], "test_losses.py"),
         (["--lora-targets", "q_proj", "c_attn"], "c_attn"),
+        (["--lora-targets", "input_layernorm"], "input_layernorm"),
+        (["--out", "."], "--out . is no folder of its own"),
         (["--max-completion-length", "256"], "context"),
         (["--prompts", "no_such_file"], "no_such_file"),
     ],
@@ -749,20 +1100,28 @@ def test_a_prompts_file_may_have_a_byte_order_mark_windows_line_ends_and_blank_l
 @pytest.mark.parametrize(
     "bad, named",
     [
-        (lambda texts: None, "None"),
-        (lambda texts: [0.0], "1 values"),
-        (lambda texts: [0.0, 1.0, math.nan] + [0.0] * 5, "completion 2 is nan"),
-        (lambda texts: [0.0, "great"] + [0.0] * 6, "completion 1 is 'great'"),
-        (lambda texts: [None] * 8, "completion 0 is None"),
-        (lambda texts: "12345678", "'12345678'"),
+        (None, "None for 3 completions"),
+        ([0.0], "1 values for 3 completions"),
+        ([0.0, 1.0, math.nan], "completion 2 is nan: 'c'"),
+        (torch.tensor([0.0, math.inf, 0.0]), "completion 1 is inf: 'b'"),
+        ([0.0, "great", 1.0], "completion 1 is 'great': 'b'"),
+        ([None] * 3, "completion 0 is None: 'a'"),
+        ("123", "'123'"),
     ],
 )
-def test_a_reward_that_is_no_number_stops_the_run_and_is_named(bad, named, tmp_path, capsys, monkeypatch, quick):
-    monkeypatch.setattr(grpo, "reward", lambda prompts, texts: bad(texts))
+def test_a_reward_that_is_no_number_is_named_with_its_step_and_its_completion(bad, named):
+    with pytest.raises(ArithmeticError, match="step 7: ") as error:
+        grpo.checked(bad, ["a", "b", "c"], 7)
+    assert named in str(error.value)
+
+
+def test_a_reward_that_is_no_number_stops_the_run_before_anything_is_saved(tmp_path, capsys, monkeypatch, quick):
+    monkeypatch.setattr(grpo, "reward", lambda prompts, texts: [math.nan] * len(texts))
     with pytest.raises(SystemExit) as end:
         run_grpo(tmp_path / "x")
     error = capsys.readouterr().err.splitlines()[-1]
-    assert end.value.code == 2 and "step 1" in error and named in error and not (tmp_path / "x").exists()
+    assert end.value.code == 2 and "step 1" in error and "completion 0 is nan" in error and "nothing is saved" in error
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_reward_may_be_a_tensor_or_hold_ints_and_bools():
@@ -770,19 +1129,20 @@ def test_a_reward_may_be_a_tensor_or_hold_ints_and_bools():
         assert grpo.checked(rewards, ["a", "b"], 1) == [1.0, 0.0]
 
 
-def stop_in_step_3(monkeypatch, what):
-    """Let the third call of grpo.group_advantages do `what`."""
+def in_step_2(monkeypatch, what):
+    """Let the second call of grpo.group_advantages do `what`."""
     calls, real = itertools.count(1), grpo.group_advantages
-    monkeypatch.setattr(grpo, "group_advantages", lambda *args: what() if next(calls) == 3 else real(*args))
+    monkeypatch.setattr(grpo, "group_advantages", lambda *args: what() if next(calls) == 2 else real(*args))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_saves_the_last_good_weights(tmp_path, capsys, monkeypatch, quick):
-    stop_in_step_3(monkeypatch, lambda: torch.full((8,), math.nan))
+    in_step_2(monkeypatch, lambda: torch.full((8,), math.nan))
     with pytest.raises(SystemExit) as end:
-        run_grpo(tmp_path / "x", steps=5)
-    assert end.value.code == 2 and "step 3" in capsys.readouterr().err.splitlines()[-1]
+        run_grpo(tmp_path / "x", steps=3)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "step 2" in error and "the weights of step 1 are saved" in error
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
-    assert summary["steps"] == 2 and "step 3" in summary["stopped"]
+    assert summary["steps"] == 1 and "step 2" in summary["stopped"]
     model = PeftModel.from_pretrained(grpo.load(options())[0], tmp_path / "x")
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -793,69 +1153,55 @@ def test_ctrl_c_saves_the_weights_of_the_last_whole_step(tmp_path, capsys, monke
 
     handler = signal.getsignal(signal.SIGINT)
     try:
-        stop_in_step_3(monkeypatch, press)
+        in_step_2(monkeypatch, press)
         with pytest.raises(SystemExit) as end:
-            run_grpo(tmp_path / "x", steps=5)
+            run_grpo(tmp_path / "x", steps=3)
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "a second Ctrl-C ends at once"
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert end.value.code == 130 and "step 2" in capsys.readouterr().err.splitlines()[-1]
-    run_grpo(tmp_path / "two", steps=2)
-    weights = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("x", "two")]
-    assert weights[0] == weights[1], "as if only two steps had been asked for"
+    assert end.value.code == 130 and "the weights of step 1 are saved" in capsys.readouterr().err.splitlines()[-1]
+    run_grpo(tmp_path / "one", steps=1)
+    weights = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("x", "one")]
+    assert weights[0] == weights[1], "as if only one step had been asked for"
 
 
-def test_a_failed_save_leaves_the_old_result_whole(tmp_path, quick):
+def test_a_failed_save_leaves_the_old_result_whole(tmp_path):
+    def good(folder):
+        (folder / "adapter_model.safetensors").write_bytes(b"whole")
+
     def broken(folder):
         (folder / "adapter_model.safetensors").write_bytes(b"half")
         raise OSError("disk full")
 
     out = tmp_path / "x"
-    run_grpo(out)
+    grpo.save(out, good, [{"step": 1}], {"steps": 1}, {"reward": [0.0, 1.0]})
     files = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert files["adapter_model.safetensors"] == b"whole" and json.loads(files["metrics.jsonl"]) == {"step": 1}
+    assert json.loads(files["summary.json"]) == {"steps": 1}
     with pytest.raises(OSError, match="disk full"):
         grpo.save(out, broken, [], {}, {})
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files, "written beside it, renamed at the end"
+    grpo.save(out, lambda folder: None, [], {}, {"reward": [0.0]})
+    assert not (out / "adapter_model.safetensors").exists(), "a new result replaces all of the old one"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"], "and nothing is left beside it"
 
 
-def test_a_kill_between_the_two_renames_of_save_loses_nothing(tmp_path):
-    (tmp_path / "x.old").mkdir()
-    (tmp_path / "x.old" / "summary.json").write_text("{}")
-    (tmp_path / "x.new").mkdir()
-    (tmp_path / "x.new" / "half").touch()
-    grpo.parse_args(["--out", str(tmp_path / "x")])
-    assert [path.name for path in tmp_path.iterdir()] == ["x"] and (tmp_path / "x" / "summary.json").exists()
+def test_a_kill_between_the_two_renames_of_save_loses_nothing(tmp_path, monkeypatch):
+    out, rename = tmp_path / "x", Path.rename
 
+    def killed(path, target):
+        if path.name == ".x.new":
+            raise KeyboardInterrupt
+        return rename(path, target)
 
-def test_without_a_network_the_default_is_the_cached_model_or_tiny_llama_and_soon(tmp_path):
-    code = """if True:
-        import time; start = time.time()
-        import grpo
-        from test_losses import options
-        args = options(model=None)
-        grpo.load(args)
-        print(args.model, time.time() - start)
-    """
-    cached = tmp_path / "full" / "hub" / "models--babylm--babyllama-100m-2024"
-    shutil.copytree(
-        HERE / "tiny_llama", cached / "snapshots" / ("0" * 40), ignore=shutil.ignore_patterns("work", "*.py", "*.md")
-    )
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0" * 40)
-    offline = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
-    offline |= {"HF_ENDPOINT": "http://127.0.0.1:9"}  # nothing listens there
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=offline | {"HF_HOME": str(tmp_path / home)}, cwd=HERE, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for home in ("none", "full")
-    ]  # fmt: skip
-    (nothing, _), (full, errors) = (process.communicate(timeout=100) for process in processes)
-    first, last = nothing.strip().split("\n")
-    assert "hub cannot be reached" in first and "tiny_llama" in first, "the first line of output says so"
-    assert last.split()[0] == "tiny_llama" and float(last.split()[1]) < 20, "within 20 s"
-    assert full.split()[0] == "babylm/babyllama-100m-2024", f"a cached model is used: {full} {errors}"
+    grpo.save(out, lambda folder: (folder / "weights").write_text("old"), [], {}, {"reward": [0.0]})
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        grpo.save(out, lambda folder: (folder / "weights").write_text("new"), [], {}, {"reward": [0.0]})
+    assert not out.exists(), "the old result has been moved away, the new one is not in its place yet"
+    monkeypatch.undo()
+    grpo.parse_args(["--out", str(out)])
+    assert [path.name for path in tmp_path.iterdir()] == ["x"] and (out / "weights").read_text() == "old"
 
 
 # ================================================================ dpo.py
@@ -1031,6 +1377,12 @@ def test_B17_every_loss_type_computes_what_trl_computes_on_a_batch(loss_type, mo
     assert got == pytest.approx([loss, to_chosen, to_rejected], rel=2e-6, abs=1e-7)
 
 
+def test_hinge_is_0_beyond_a_margin_of_1():
+    # beta h = 0.5 x (3 + 1) = 2: 1 - 2 < 0, so the loss is 0 and so is the gradient
+    got = dpo_grads([-7.0], [-14.0], [-10.0], [-13.0], beta=0.5, loss_type="hinge")
+    assert [x.item() for x in got] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_reference_free_is_the_same_as_zeros_for_both_reference_log_probs(loss_type):
     batch = [torch.tensor(row) for row in TRL_BATCH]
@@ -1104,8 +1456,9 @@ def test_prompt_and_answers_are_encoded_apart_and_a_finished_answer_ends_in_one_
 
 def test_an_empty_answer_is_one_eos_token_with_a_finite_log_prob(tiny):
     model, tokenizer = tiny
-    encoded = dpo.encode_pairs(tokenizer, [{"prompt": "The old bear", "chosen": "", "rejected": " cried."}], 256)
-    assert encoded[0]["chosen"] == [tokenizer.eos_token_id]
+    pair = {"prompt": "The old bear", "chosen": "", "rejected": " cried.", "chosen_truncated": True}
+    encoded = dpo.encode_pairs(tokenizer, [pair], 256)
+    assert encoded[0]["chosen"] == [tokenizer.eos_token_id], "also where the file says that it was cut off"
     assert dpo.all_log_probs(model, encoded, dpo_options()).isfinite().all()
 
 
@@ -1121,22 +1474,28 @@ def test_a_prompt_too_long_is_cut_from_the_left_the_same_for_both_answers_which_
 def test_a_pair_with_an_answer_longer_than_the_context_is_left_out(tiny):
     fits, does_not = PAIRS[0], {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
     assert dpo.encode_pairs(tiny[1], [does_not, fits], 256) == dpo.encode_pairs(tiny[1], [fits], 256)
+    (whole,) = dpo.encode_pairs(tiny[1], [fits], math.inf)
+    length = len(whole["rejected"])
+    assert length > len(whole["chosen"]) and dpo.encode_pairs(tiny[1], [fits], length) == [], "no room for a prompt"
+    assert dpo.encode_pairs(tiny[1], [fits], length + 1) == [whole | {"prompt": whole["prompt"][-1:]}], "room for one"
 
 
-@pytest.mark.parametrize("average", [False, True])
-def test_a_pairs_log_probs_are_those_of_its_answers_and_their_eos_alone_whatever_the_padding(tiny, average):
+@pytest.mark.parametrize("loss_type, temperature", [("sigmoid", 1.0), ("ipo", 1.0), ("sigmoid", 0.7)])
+def test_a_pairs_log_probs_are_those_of_its_answers_and_their_eos_alone_whatever_the_padding(
+    tiny, loss_type, temperature
+):
     model, tokenizer = tiny
-    args = dpo_options(loss_type="ipo" if average else "sigmoid", micro_batch_size=6)
+    args = dpo_options(loss_type=loss_type, temperature=temperature, micro_batch_size=6)
     encoded = dpo.encode_pairs(tokenizer, PAIRS, 256)
     got = dpo.all_log_probs(model, encoded, args)
     for i, pair in enumerate(encoded):
         for row, name in enumerate(("chosen", "rejected")):
             ids = torch.tensor([pair["prompt"] + pair[name]])
             with torch.no_grad():
-                log_probs = model(input_ids=ids).logits.log_softmax(-1)  # position t predicts token t + 1
+                log_probs = (model(input_ids=ids).logits / temperature).log_softmax(-1)  # t predicts token t + 1
             answer = range(len(pair["prompt"]), ids.shape[1])
             values = torch.tensor([log_probs[0, t - 1, ids[0, t]] for t in answer])
-            expected = values.mean() if average else values.sum()
+            expected = values.mean() if loss_type == "ipo" else values.sum()
             assert got[row, i].item() == pytest.approx(expected.item(), abs=1e-4), f"pair {i}, {name}"
 
 
@@ -1148,6 +1507,24 @@ def test_chosen_and_rejected_go_through_the_model_in_one_batch(tiny):
     list(dpo.pair_log_probs(tiny[0], dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(micro_batch_size=6)))
     hook.remove()
     assert rows == [6, 4], "3 pairs are 6 sequences; of 5 pairs the last 2 remain"
+
+
+def test_a_cut_off_answer_gains_no_eos_in_the_file_of_pairs_and_a_finished_one_has_exactly_one(
+    tiny, tmp_path, monkeypatch
+):
+    tokenizer = tiny[1]
+    texts = [" was sad and", " was happy."]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    T = max(map(len, ids)) + 1
+    for cut_off in (0, 1):
+        answers = [row + [2] * (i != cut_off) for i, row in enumerate(ids)]
+        answers = torch.tensor([row + [0] * (T - len(row)) for row in answers])
+        monkeypatch.setattr(dpo, "complete", lambda *_, answers=answers: (answers, None, torch.ones(2, T), texts))
+        made = dpo.make_pairs(None, tokenizer, ["A bear"], SimpleNamespace(num_generations=2))
+        (tmp_path / "pairs.jsonl").write_text(json.dumps(made[0]))
+        (pair,) = dpo.encode_pairs(tokenizer, dpo.read_pairs(tmp_path / "pairs.jsonl"), 256)
+        for i, name in enumerate(("rejected", "chosen")):
+            assert pair[name].count(2) == (i != cut_off), f"answer {cut_off} was cut off; {name}: {pair[name]}"
 
 
 def test_a_pair_is_the_happiest_and_the_gloomiest_answer_and_a_tie_makes_none(monkeypatch):
@@ -1183,7 +1560,7 @@ def test_a_data_file_may_have_a_bom_crlf_blank_lines_and_line_separators_inside_
         (b'{"prompt": "a", "chosen": "b"}', "'rejected'"),
         (b'{"prompt": "a", "chosen": 3, "rejected": "c"}', "'chosen'"),
         (b'{"prompt": " ", "chosen": "b", "rejected": "c"}', "prompt is empty"),
-        (b'["a", "b", "c"]', "no JSON object"),
+        (b'["a", "b", "c"]', "it is not a JSON object"),
         (b'{"prompt": "a"', "not JSON"),
         (b'{"prompt": "\xff", "chosen": "b", "rejected": "c"}', "utf-8"),
         (b'{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}', "surrogates"),
@@ -1219,27 +1596,95 @@ def test_identical_answers_have_loss_ln_2_and_gradient_0(adapted, tiny):
     assert record["grad_norm"].item() == pytest.approx(0, abs=1e-5), "what both answers share cancels"
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_micro_batches_give_the_same_gradient_as_one_batch(tiny, adapted, monkeypatch, loss_type):
-    monkeypatch.setattr(torch.optim, "AdamW", lambda params, lr, weight_decay: torch.optim.SGD(params, lr))
-    pairs, start = dpo.encode_pairs(tiny[1], PAIRS, 256), {n: p.clone() for n, p in adapted.state_dict().items()}
+class Table(torch.nn.Module):
+    """A model that is a table: TRL_BATCH's log-probs under the policy and, with the adapter off, the reference."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.reference = torch.nn.Parameter(torch.tensor(TRL_BATCH[:2])), torch.tensor(TRL_BATCH[2:])
+        self.on = True
+
+    @contextlib.contextmanager
+    def disable_adapter(self):
+        self.on = False
+        yield
+        self.on = True
+
+    def log_probs(self, pairs, args):
+        """What pair_log_probs yields, in an order of its own."""
+        for rows in torch.arange(len(pairs)).flip(0).split(max(1, args.micro_batch_size // 2)):
+            yield rows.tolist(), (self.policy if self.on else self.reference)[:, [pairs[i] for i in rows]]
+
+
+def test_the_metrics_of_a_pair_are_its_rewards_and_log_probs():
+    # beta 0.5: rewards 0.5 x (-4 + 5) = 0.5 and 0.5 x (-8 + 7) = -0.5; then twice the reference's own: 0 and 0, a tie
+    log_probs, ref = torch.tensor([[-4.0, -5.0], [-8.0, -7.0]]), torch.tensor([[-5.0, -5.0], [-7.0, -7.0]])
+    got = dpo.pair_metrics(log_probs.requires_grad_(), ref, dpo_options(beta=0.5))
+    expected = {"rewards/chosen": [0.5, 0], "rewards/rejected": [-0.5, 0], "rewards/margins": [1, 0]}
+    expected |= {"rewards/accuracies": [1, 0], "logps/chosen": [-4, -5], "logps/rejected": [-8, -7]}
+    expected |= {"loss": [0.313262, 0.693147]}  # -log sigmoid(1), ln 2
+    assert set(got) == set(expected)
+    for name, values in expected.items():
+        assert near(got[name], values), name
+        assert got[name].requires_grad == (name == "loss"), f"{name}: only the loss has a gradient"
+
+
+@pytest.mark.parametrize("size", [10, 4, 1])  # all five pairs at once; two, two, one; one at a time
+@pytest.mark.parametrize("loss_type, more", [(name, more) for name, more, *_ in TRL])
+def test_any_split_into_micro_batches_has_the_gradient_of_the_batch_in_every_loss_type(
+    monkeypatch, loss_type, more, size
+):
+    plain_sgd(monkeypatch)
+    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
+    model, args = Table(), dpo_options(loss_type=loss_type, micro_batch_size=size, learning_rate=0.5, **more)
+    losses, *grads = dpo_grads(*TRL_BATCH, loss_type=loss_type, **more)
+    (record,) = dpo.train(model, range(5), args)
+    grad = torch.stack(grads)
+    step = -0.5 * grad * min(1, 1 / grad.norm().item())  # the gradient is clipped to norm 1
+    moved = model.policy.detach() - torch.tensor(TRL_BATCH[:2])
+    assert torch.allclose(moved.double(), step, rtol=1e-4, atol=1e-5), "the split changed the gradient"
+    assert record["loss"].item() == pytest.approx(losses.mean().item(), rel=1e-5), "the mean over the batch's pairs"
+    assert record["grad_norm"].item() == pytest.approx(grad.norm().item(), rel=1e-4)
+
+
+def test_two_steps_are_two_steps_of_gradient_descent(monkeypatch):
+    # A second step from where the first one led, with a gradient of its own: nothing of the first is left in it.
+    plain_sgd(monkeypatch)
+    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
+    model, policy = Table(), TRL_BATCH[:2]
+    records = list(dpo.train(model, range(5), dpo_options(steps=2, learning_rate=5.0, micro_batch_size=4)))
+    for record in records:
+        losses, *grads = dpo_grads(*policy, *TRL_BATCH[2:])
+        assert record["loss"].item() == pytest.approx(losses.mean().item(), rel=1e-5)
+        policy = [(torch.tensor(x) - 5.0 * grad).tolist() for x, grad in zip(policy, grads, strict=True)]
+    assert torch.allclose(model.policy.detach(), torch.tensor(policy), atol=1e-4)
+    assert [record["samples"] for record in records] == [10, 20], "two answers a pair"
+
+
+def test_a_step_on_a_model_has_the_gradient_of_the_mean_loss(tiny, adapted, monkeypatch):
+    plain_sgd(monkeypatch)
+    pairs, start = dpo.encode_pairs(tiny[1], PAIRS, 256), values_of(trained_parameters(adapted))
     with adapted.disable_adapter():
-        ref = dpo.all_log_probs(adapted, pairs, dpo_options(loss_type=loss_type))
-    ((rows, new),) = dpo.pair_log_probs(adapted, pairs, dpo_options(loss_type=loss_type))
-    mean = dpo.dpo_loss(*new, *ref[:, rows], loss_type=loss_type)[0].mean()
-    grads = torch.autograd.grad(mean, [p for p in adapted.parameters() if p.requires_grad])
-    results = []
-    for size in (64, 4, 1):  # all five pairs at once; two, two, one; one at a time
-        adapted.load_state_dict(start)
-        torch.manual_seed(0)
-        (record,) = dpo.train(adapted, pairs, dpo_options(micro_batch_size=size, loss_type=loss_type))
-        step = torch.cat([(p - start[n]).flatten() for n, p in adapted.state_dict().items() if "lora" in n])
-        results.append((step.detach(), record["loss"].item(), record["grad_norm"].item()))
-    norm = torch.stack([grad.norm() for grad in grads]).norm().item()
-    assert results[0][1:] == pytest.approx((mean.item(), norm), rel=1e-3), "a batch's loss is the mean over its pairs"
-    for step, loss, grad_norm in results[1:]:
-        assert (step - results[0][0]).norm() < 1e-3 * results[0][0].norm(), "the split changed the gradient"
-        assert (loss, grad_norm) == pytest.approx(results[0][1:], rel=1e-3), "the split changed the metrics"
+        ref = dpo.all_log_probs(adapted, pairs, dpo_options())
+    ((rows, new),) = dpo.pair_log_probs(adapted, pairs, dpo_options())
+    mean = dpo.dpo_loss(*new, *ref[:, rows])[0].mean()
+    grad = torch.cat([g.flatten() for g in torch.autograd.grad(mean, trained_parameters(adapted))])
+    (record,) = dpo.train(adapted, pairs, dpo_options(micro_batch_size=4))
+    step = -0.1 * grad * min(1, 1 / grad.norm())
+    assert (values_of(trained_parameters(adapted)) - start - step).norm() < 1e-3 * step.norm(), "two, two and one pair"
+    expected = (mean.item(), grad.norm().item())
+    assert (record["loss"].item(), record["grad_norm"].item()) == pytest.approx(expected, rel=1e-3)
+
+
+def test_held_out_pairs_are_judged_against_the_reference(tiny, adapted):
+    pairs = dpo.encode_pairs(tiny[1], PAIRS, 256)
+    got = dpo.evaluate_pairs(adapted, pairs, dpo_options())
+    new = dpo.all_log_probs(adapted, pairs, dpo_options())
+    with adapted.disable_adapter():
+        ref = dpo.all_log_probs(adapted, pairs, dpo_options())
+    for name, values in dpo.pair_metrics(new, ref, dpo_options()).items():
+        assert got[name] == dpo.estimate(values.tolist()) and got[name]["n"] == 5, name
+    assert got["rewards/margins"]["mean"] != 0, "the adapter is off zero, so the policy is not the reference"
 
 
 def test_the_reference_is_run_once_before_training_and_kept(tiny, adapted, monkeypatch):
@@ -1296,18 +1741,32 @@ def test_a_mistake_on_the_command_line_is_one_sentence_and_exit_status_2(tmp_pat
     assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1, error
 
 
-def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_path, capsys):
+def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dpo, "HELD_OUT_PROMPTS", dpo.HELD_OUT_PROMPTS[:1])  # to be quick
     path = tmp_path / "pairs.jsonl"
     long = {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
     path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS + [long]), encoding="utf-8")
-    argv = ["--model", "tiny_llama", "--data", str(path), "--steps", "2", "--prompts-per-step", "2", "--reference-free"]
-    summary = dpo.main([*argv, "--out", str(tmp_path / "out")])
+    few = ["--steps", "2", "--prompts-per-step", "2", "--max-completion-length", "8", "--reference-free"]
+    summary = dpo.main(["--model", "tiny_llama", "--data", str(path), *few, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert "3 pairs to train on, 2 held out; 1 left out" in printed
     assert "held-out pairs: the margin" in printed and "logps/rejected" in printed
     assert summary["steps"] == 2 and summary["rewards/accuracies_after"]["n"] == 2
     assert dpo.read_pairs(tmp_path / "out" / "pairs.jsonl") == PAIRS + [long]
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_a_run_on_the_pairs_that_a_run_has_made_is_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(dpo, "HELD_OUT_PROMPTS", dpo.HELD_OUT_PROMPTS[:2])  # to be quick
+    few = ["--steps", "2", "--prompts-per-step", "4", "--pairs", "12", "--num-generations", "4", "--seed", "5"]
+    few += ["--model", "tiny_llama", "--device", "cpu", "--max-completion-length", "16"]
+    made = dpo.main([*few, "--out", str(tmp_path / "made")])
+    files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    read = dpo.main([*few, "--data", str(tmp_path / "made" / "pairs.jsonl"), "--out", str(tmp_path / "made")])
+    for name in ("pairs.jsonl", "metrics.jsonl", "adapter_model.safetensors"):
+        assert (tmp_path / "made" / name).read_bytes() == files[name], f"{name} differs"
+    names = {"seconds", "peak_memory_mb", "options"}
+    assert {k: v for k, v in made.items() if k not in names} == {k: v for k, v in read.items() if k not in names}
 
 
 # ================================================================ reward_model.py
@@ -1320,6 +1779,11 @@ def close(value, expected, why, tolerance=1e-6):
 
 def float64(*values):
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def group_of(rows, pairs):
+    """A group of ranked answers, as ranked_answers makes them."""
+    return {"prompt": "One day", "rows": rows, "pairs": pairs, "weight": 1 / math.comb(len(rows), 2)}
 
 
 # ---------------------------------------------------------------- ranked_pairs
@@ -1360,7 +1824,7 @@ def test_B5_K_2_is_bradley_terry():
 def test_B5_three_answers_by_hand():
     # scores 2, 1, 0, ranked in this order: gaps 1, 1, 2 -> (0.313262 x 2 + 0.126928) / 3
     scores = float64(2, 1, 0)
-    better, worse, weights = reward_model.pair_rows([{"rows": [0] * 3, "pairs": [(0, 1), (1, 2), (0, 2)]}], "cpu")
+    better, worse, weights = reward_model.pair_rows([group_of([0] * 3, [(0, 1), (1, 2), (0, 2)])], "cpu")
     loss, _ = reward_model.reward_loss(scores[better], scores[worse], weights=weights)
     close(loss, 0.251151, "mean over the 3 pairs")
     loss.backward()
@@ -1373,7 +1837,7 @@ def test_B5_prompts_of_4_2_and_3_answers_count_the_same():
     scores = float64(-1.0475493192917231, 0.36706934789287643, 0.38753278340875547, 1.8382482151095312,
                      1.5602131758317697, 3.8717520002002703,
                      -0.6926605323147021, -4.697721427573063, -0.18493336515537095)  # fmt: skip
-    groups = [{"rows": [0] * K, "pairs": reward_model.ranked_pairs(range(K, 0, -1))} for K in (4, 2, 3)]
+    groups = [group_of([0] * K, reward_model.ranked_pairs(range(K, 0, -1))) for K in (4, 2, 3)]
     better, worse, weights = reward_model.pair_rows(groups, "cpu")
     close(weights, [1 / 6] * 6 + [1] + [1 / 3] * 3, "each pair of K answers weighs 1 / C(K, 2)")
     loss, _ = reward_model.reward_loss(scores[better], scores[worse], weights=weights)
@@ -1382,7 +1846,7 @@ def test_B5_prompts_of_4_2_and_3_answers_count_the_same():
 
 def test_a_tie_leaves_the_other_pairs_their_weight():
     # answers rated 1, 0, 0: pairs (0, 1) and (0, 2), each 1/3, not 1/2
-    _, _, weights = reward_model.pair_rows([{"rows": [0] * 3, "pairs": reward_model.ranked_pairs([1, 0, 0])}], "cpu")
+    _, _, weights = reward_model.pair_rows([group_of([0] * 3, reward_model.ranked_pairs([1, 0, 0]))], "cpu")
     close(weights, [1 / 3, 1 / 3], "1 / C(3, 2) each")
 
 
@@ -1401,6 +1865,15 @@ def test_a_margin_is_what_the_difference_should_exceed():
     loss, metrics = reward_model.reward_loss(chosen, rejected, margin=torch.tensor([1.0, 3.0]))
     close(loss, 1.003204, "one margin a pair, no broadcasting to pairs of pairs")
     close(metrics["accuracy"], 1.0, "accuracy is about the order, not the margin")
+
+
+def test_the_metrics_are_weighted_like_the_loss_and_detached():
+    # gaps 1 and -2, weights 3 and 1: one of two in the right order is 3/4, the mean gap (3 - 2) / 4, less no margin
+    chosen, rejected, weights = float64(1, 0), float64(0, 2), torch.tensor([3.0, 1.0])
+    _, metrics = reward_model.reward_loss(chosen, rejected, 0.5, weights)
+    close(metrics["accuracy"], 0.75, "accuracy is weighted")
+    close(metrics["margin"], 0.25, "margin is the weighted mean of chosen - rejected")
+    assert not any(value.requires_grad for value in metrics.values())
 
 
 def test_a_pair_of_weight_0_has_no_influence_and_no_pairs_give_0():
@@ -1431,7 +1904,7 @@ def test_the_gradient_is_the_derivative_of_the_value():
 
 def test_B4_B6_the_score_is_read_at_the_last_real_token_wherever_the_padding_is():
     scores = torch.arange(20.0).view(4, 5).requires_grad_()
-    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [1, 0, 1, 1, 0]])  # right, left, both, hole
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 0, 1, 0]])  # right, left, both, hole
     for kind in (torch.long, torch.bool, torch.float32):
         read = reward_model.last_token_scores(scores, mask.to(kind))
         close(read, [2, 9, 12, 18], f"the last 1 of each row of a {kind} mask, by position and not by count")
@@ -1487,7 +1960,8 @@ def test_B6_a_batch_scores_like_one_by_one_padded_left_or_right_also_where_pad_i
     rows, head = rows_of(tokenizer), model.get_base_model().score
     alone = torch.cat([reward_model.answer_scores(model, [row], 0) for row in rows])
     assert alone.std() > 1e-3, "the texts differ, so must the scores"
-    close(reward_model.answer_scores(model, rows, 0), alone, "a batch scores like its rows alone", 1e-4)
+    for pad in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        close(reward_model.answer_scores(model, rows, pad), alone, "a batch scores like its rows alone", 1e-4)
     for pad in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         for side in ("left", "right"):
             ids, mask = padded(rows, pad, side)
@@ -1495,11 +1969,20 @@ def test_B6_a_batch_scores_like_one_by_one_padded_left_or_right_also_where_pad_i
             close(reward_model.last_token_scores(scores, mask), alone, f"pad {pad} on the {side} changes nothing", 1e-4)
 
 
+@torch.no_grad()
+def test_the_positions_of_scores_are_counted_from_the_first_real_token():
+    ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]])
+    model, head = learned_positions(), torch.nn.Linear(16, 1, bias=False)
+    peft_model = SimpleNamespace(get_base_model=lambda: model)
+    padded, alone = (reward_model.token_scores(peft_model, head, x, (x != 0).long()) for x in (ids, ids[:1, 3:]))
+    close(padded[:1, 3:], alone, "a model that learned its positions is right under left padding, too", 1e-5)
+
+
 def test_B7_both_batchings_have_the_same_gradient_on_the_same_prompts(scorer):
     # mixed: mean over all prompts. by-prompt: one prompt after the other; the mean of these gradients is the same.
     args, model, tokenizer = scorer
     rows = rows_of(tokenizer, 12)
-    groups = [{"rows": rows[i : i + 4], "pairs": reward_model.ranked_pairs([0, 2, 1, 3])} for i in (0, 4, 8)]
+    groups = [group_of(rows[i : i + 4], reward_model.ranked_pairs([0, 2, 1, 3])) for i in (0, 4, 8)]
     trained = [p for p in model.parameters() if p.requires_grad]
 
     def gradient(batches, micro_batch_size=16):
@@ -1517,7 +2000,7 @@ def test_B7_both_batchings_have_the_same_gradient_on_the_same_prompts(scorer):
 
 def test_an_answer_is_encoded_once_not_once_a_pair(scorer):
     args, model, tokenizer = scorer
-    group = {"rows": rows_of(tokenizer, 4), "pairs": reward_model.ranked_pairs([0, 1, 2, 3])}
+    group = group_of(rows_of(tokenizer, 4), reward_model.ranked_pairs([0, 1, 2, 3]))
     seen = []
     hook = model.get_base_model().base_model.register_forward_pre_hook(
         lambda module, positional, keywords: seen.append(len(keywords["input_ids"])), with_kwargs=True
@@ -1557,7 +2040,7 @@ def test_identical_and_blank_answers_are_skipped_and_counted(tmp_path, capsys):
     "text, why",
     [
         (f"{LINE}\n{{oops}}", "line 2: it is not JSON"),
-        (f"{LINE}\n[1]", "line 2: it is no JSON object"),
+        (f"{LINE}\n[1]", "line 2: it is not a JSON object"),
         (f'{LINE}\n\n{{"prompt": "a", "chosen": " b"}}', "line 3: it has no text 'rejected'"),
         (LINE.replace('" b"', "[1]"), "line 1: it has no text 'chosen'"),
         (LINE.replace('"a"', '" "'), "line 1: its prompt is empty"),
@@ -1574,25 +2057,59 @@ def test_a_bad_line_is_named_with_its_number_and_what_is_wrong(tmp_path, capsys,
 
 
 def test_pairs_of_one_prompt_become_one_group_with_each_answer_once(scorer):
-    args, model, tokenizer = scorer
+    args, _, tokenizer = scorer
     answers = [f" {word} day." for word in ("good", "nice", "sad", "bad")]
     pairs = [{"prompt": "One", "chosen": answers[i], "rejected": answers[j]} for i in range(4) for j in range(i + 1, 4)]
-    groups = reward_model.group_pairs([*pairs, pairs[0] | {"prompt": "Two"}], model, tokenizer, args)
+    groups = reward_model.group_pairs([*pairs, pairs[0] | {"prompt": "Two"}], tokenizer, args, 256)
     assert [len(g["rows"]) for g in groups] == [4, 2] and [len(g["pairs"]) for g in groups] == [6, 1]
     assert [row[-1] for row in groups[0]["rows"]] == [tokenizer.eos_token_id] * 4, "a finished answer ends in its EOS"
     assert not any(tokenizer.eos_token_id in row[:-1] for row in groups[0]["rows"]), "and has no EOS inside (A2)"
 
 
+def test_the_pairs_of_a_group_weigh_1_over_their_number(scorer):
+    # A chain of three answers makes 2 pairs, not all 3: 1/2 each. The one pair of another prompt weighs 1.
+    args, _, tokenizer = scorer
+    a, b, c = " good day.", " day.", " bad day."
+    pairs = [{"prompt": "One", "chosen": x, "rejected": y} for x, y in ((a, b), (b, c))]
+    groups = reward_model.group_pairs([*pairs, pairs[0] | {"prompt": "Two"}], tokenizer, args, 256)
+    better, worse, weights = reward_model.pair_rows(groups, "cpu")
+    assert better.tolist() == [0, 1, 3] and worse.tolist() == [1, 2, 4]
+    close(weights, [1 / 2, 1 / 2, 1], "each prompt counts the same, however many pairs the file has of it")
+
+
+def test_a_group_has_at_most_9_answers_and_only_pairs_that_stand_together(scorer):
+    args, _, tokenizer = scorer
+    pairs = [{"prompt": "One", "chosen": " good", "rejected": f" {i} bad"} for i in range(9)]
+    groups = reward_model.group_pairs([*pairs, pairs[0] | {"prompt": "Two"}, pairs[0]], tokenizer, args, 256)
+    assert [len(group["rows"]) for group in groups] == [9, 2, 2, 2], "1 + 8 answers; then the ninth pair, Two, One"
+    assert [group["prompt"] for group in groups] == ["One", "One", "Two", "One"]
+    assert groups[1]["pairs"] == [(0, 1)] and groups[0]["pairs"] == [(0, i) for i in range(1, 9)]
+
+
+def test_a_cut_off_answer_gains_no_eos_in_pairs_jsonl_and_a_finished_one_has_exactly_one(scorer, tmp_path):
+    args, _, tokenizer = scorer
+    answers = [" was happy.", " was sad and"]
+    prompt, *ids = tokenizer(["A bear", *answers], add_special_tokens=False).input_ids
+    for cut_off in (0, 1):
+        rows = [torch.tensor(prompt + row + [2] * (i != cut_off)) for i, row in enumerate(ids)]
+        line = reward_model.text_pair({"prompt": "A bear", "answers": answers, "rows": rows}, 0, 1, 2)
+        pairs = reward_model.read_pairs(write(tmp_path / "pairs.jsonl", json.dumps(line)))
+        assert (pairs[0]["chosen"], pairs[0]["rejected"]) == (" was happy.", " was sad and")
+        (group,) = reward_model.group_pairs(pairs, tokenizer, args, 256)
+        assert [row.tolist() for row in group["rows"]] == [row.tolist() for row in rows], f"{cut_off} was cut off"
+        assert group["pairs"] == [(0, 1)]
+
+
 def test_too_long_a_prompt_loses_its_left_end_and_too_long_an_answer_its_row(scorer, capsys):
-    args, model, tokenizer = scorer
-    context = model.config.max_position_embeddings
+    args, _, tokenizer = scorer
+    context = 64
     pair = {"prompt": "Once" + " more and" * context, "chosen": " good day.", "rejected": " bad."}
-    (group,) = reward_model.group_pairs([pair, pair | {"chosen": pair["prompt"]}], model, tokenizer, args)
+    (group,) = reward_model.group_pairs([pair, pair | {"chosen": pair["prompt"]}], tokenizer, args, context)
     assert max(map(len, group["rows"])) == context, "as much of the prompt as there is room for"
     chosen, rejected = (tokenizer(pair[x], add_special_tokens=False).input_ids for x in ("chosen", "rejected"))
     heads = [row[: -len(ids) - 1].tolist() for row, ids in zip(group["rows"], (chosen, rejected), strict=True)]
     assert heads[0] == heads[1], "the same cut for both answers of a pair"
-    assert "1 pairs" in capsys.readouterr().out, "a skipped pair is counted"
+    assert "1 pairs too long" in capsys.readouterr().out, "a skipped pair is counted"
 
 
 # ---------------------------------------------------------------- the script
@@ -1615,42 +2132,187 @@ def test_bad_options_end_in_one_sentence_before_any_training(tmp_path, capsys, a
     assert end.value.code == 2 and why in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("rated, why", [(0, "held-out prompts tied"), (256, "nothing to rank")])
-def test_answers_that_all_tie_are_an_error(tmp_path, capsys, monkeypatch, rated, why):
-    happiness = iter([1.0, 0.0] * (rated // 2))  # of the 16 x 16 held-out answers, if at all
-    monkeypatch.setattr(reward_model, "happiness", lambda text: next(happiness, 0.0))
-    few = ["--steps", "1", "--prompts-per-step", "1", "--max-completion-length", "2", "--num-generations", "2"]
+def test_a_run_on_a_file_inside_its_own_folder_keeps_the_file(reward_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_model, "HELD_OUT_PROMPTS", reward_model.HELD_OUT_PROMPTS[:2])
+    few = ["--model", "tiny_llama", "--device", "cpu", "--steps", "1", "--max-completion-length", "8"]
+    (tmp_path / "rm").mkdir()
+    (tmp_path / "rm" / "summary.json").write_text("{}")
+    lines = [{"prompt": f"Day {i}", "chosen": " was happy.", "rejected": " cried", "more": i} for i in range(12)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    data = write(tmp_path / "rm" / "pairs.jsonl", text)
+    reward_model.main([*few, "--data", str(data), "--out", str(tmp_path / "rm")])
+    assert data.read_text() == text, "the result replaces the folder, but its pairs are in it"
+    assert (tmp_path / "rm" / "adapter_model.safetensors").exists()
+
+
+@torch.no_grad()
+def test_best_of_8_goes_by_the_scores_alone_also_where_they_tie(scorer, monkeypatch):
+    args, model, tokenizer = scorer
+    rows = rows_of(tokenizer, 8)
+    rated = [[0.0, 1.0] * 4, [0.5] + [-1.0] * 6 + [1.0]]
+    sets = [
+        group_of(rows, reward_model.ranked_pairs(happiness)) | {"happiness": happiness, "answers": list("abcdefgh")}
+        for happiness in rated
+    ]
+    scores = torch.zeros(8)
+    monkeypatch.setattr(reward_model, "answer_scores", lambda *_: scores)
+    estimates, _ = reward_model.evaluate_scores(model, tokenizer, sets, sets, args)
+    close(estimates["best_of_8"]["mean"], 0.25, "a constant scorer picks the first answers: (0 + 0.5) / 2")
+    close(estimates["happiness"]["mean"], (0.5 - 4.5 / 8) / 2, "the mean of all answers")
+    close(estimates["best_of_8_by_rater"]["mean"], 1.0, "the happiest answer of each set")
+    close(estimates["accuracy"]["mean"], 0.0, "a tie is not the right order")
+    assert [estimates[name]["n"] for name in ("best_of_8", "happiness", "accuracy")] == [2, 16, 2]
+    scores = torch.arange(8.0)  # the last is the best: the odd ones are above the even ones in 10 of 16 pairs;
+    estimates, shown = reward_model.evaluate_scores(model, tokenizer, sets, sets, args)  # in the other set 7 of 13
+    close(estimates["best_of_8"]["mean"], 1.0, "the answer with the highest score")
+    close(estimates["accuracy"]["mean"], (10 / 16 + 7 / 13) / 2, "a prompt is one number, the share of its pairs")
+    # the mean of 1 3 5 7, and of 7 in 7 pairs and 0 in 6; the mean of 0 2 4 6, and of 0, 1 to 6 and 1 to 6
+    close(estimates["chosen_score"]["mean"], (4 + 49 / 13) / 2, "the better answers' score, pair by pair")
+    close(estimates["rejected_score"]["mean"], (3 + 42 / 13) / 2, "the worse answers'")
+    assert shown == [("highest score", "7.00 One dayh"), ("lowest score", "0.00 One daya")]
+    scores = 7 - scores
+    _, shown = reward_model.evaluate_scores(model, tokenizer, sets, sets, args)
+    assert shown == [("highest score", "7.00 One daya"), ("lowest score", "0.00 One dayh")]
+    with pytest.raises(ArithmeticError, match="fewer than two"):
+        reward_model.evaluate_scores(model, tokenizer, sets, sets[:1], args)
+    scores = torch.full((8,), math.nan)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        reward_model.evaluate_scores(model, tokenizer, sets, sets, args)
+
+
+@torch.no_grad()
+def test_the_answers_come_from_the_model_without_its_adapter_and_the_rater_ranks_those_to_one_prompt(
+    scorer, tiny, monkeypatch
+):
+    args, model, tokenizer = scorer
+    ids = torch.tensor([[0, 8, 50, 2], [0, 8, 51, 61], [0, 8, 52, 2], [7, 9, 53, 2], [7, 9, 54, 2], [7, 9, 2, 0]])
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]])
+    texts = [" sad", " ran", " happy", " glad", " glad", ""]
+
+    def complete(sampler, tokenizer, prompts, args):
+        assert prompts == ["A"] * 3 + ["B"] * 3, "the answers to one prompt are side by side"
+        logits, plain = sampler(input_ids=ids[3:]).logits, tiny[0](input_ids=ids[3:]).logits
+        close(logits, plain, "without the adapter that is being trained", 1e-4)
+        return ids, mask, mask[:, 2:], texts
+
+    monkeypatch.setattr(reward_model, "complete", complete)
+    groups = reward_model.ranked_answers(model, tokenizer, ["A", "B"], 3, args)
+    assert [group["prompt"] for group in groups] == ["A", "B"]
+    assert [group["answers"] for group in groups] == [texts[:3], texts[3:]]
+    assert [sorted(group["pairs"]) for group in groups] == [[(1, 0), (2, 0), (2, 1)], [(0, 2), (1, 2)]]
+    assert [group["weight"] for group in groups] == [1 / 3, 1 / 3], "1 / C(3, 2), also where two of them tie"
+    assert [group["happiness"] for group in groups] == [[-1 / 3, 0, 1 / 3], [1 / 3, 1 / 3, 0]]
+    rows = [row.tolist() for group in groups for row in group["rows"]]
+    assert rows == [[8, 50, 2], [8, 51, 61], [8, 52, 2], [7, 9, 53, 2], [7, 9, 54, 2], [7, 9, 2]], "no padding"
+
+
+def test_a_score_that_is_not_finite_stops_training_and_names_the_step(scorer, monkeypatch):
+    args, model, tokenizer = scorer
+    group = group_of(rows_of(tokenizer, 2), [(0, 1)])
+    monkeypatch.setattr(reward_model, "backward", lambda *_: torch.tensor([0.0, math.nan]))
+    settings = {"steps": 2, "prompts_per_step": 1, "batching": "mixed", "learning_rate": 0.5, "micro_batch_size": 4}
+    with pytest.raises(ArithmeticError, match="step 1"):
+        next(reward_model.train(model, tokenizer, [group], Namespace(device=args.device, **settings)))
+
+
+def test_each_group_of_answers_has_its_turn_before_any_comes_again(scorer, monkeypatch):
+    args, model, tokenizer = scorer
+    groups, seen = [group_of(rows_of(tokenizer, 2), [(0, 1)]) | {"prompt": name} for name in "ABC"], []
+
+    def backward(model, tokenizer, groups, args):
+        seen.extend(group["prompt"] for group in groups)
+        return torch.zeros(2 * len(groups))
+
+    monkeypatch.setattr(reward_model, "backward", backward)
+    settings = {"steps": 3, "prompts_per_step": 2, "batching": "mixed", "learning_rate": 0.5, "micro_batch_size": 4}
+    torch.manual_seed(0)
+    records = list(reward_model.train(model, tokenizer, groups, Namespace(device=args.device, **settings)))
+    assert sorted(seen[:3]) == sorted(seen[3:]) == list("ABC"), "3 steps of 2 groups are 2 turns of all 3"
+    assert [record["samples"] for record in records] == [4, 8, 12]
+
+
+@pytest.mark.parametrize("batching", ["mixed", "by-prompt"])
+def test_a_step_of_the_reward_model_is_the_loss_written_out_pair_by_pair(scorer, monkeypatch, batching):
+    args, model, tokenizer = scorer
+    rows = rows_of(tokenizer, 9)
+    ranks = ([2, 1, 0, 1], [0, 1], [1, 0, 0])  # 5 pairs and a tie, 1 pair, 2 pairs and a tie
+    groups = [
+        group_of(rows[first : first + len(rank)], reward_model.ranked_pairs(rank))
+        for first, rank in zip((0, 4, 6), ranks, strict=True)
+    ]
+    plain_sgd(monkeypatch)
+    settings = {"steps": 1, "prompts_per_step": 3, "batching": batching, "learning_rate": 0.5, "micro_batch_size": 4}
+    params = trained_parameters(model)
+    start = [p.detach().clone() for p in params]
+    torch.manual_seed(0)
+    order = torch.randperm(3).tolist()
+    torch.manual_seed(0)
+    (record,) = reward_model.train(model, tokenizer, groups, Namespace(device=args.device, **settings))
+    learned = values_of(params)
+    for p, value in zip(params, start, strict=True):
+        p.data.copy_(value)
+
+    def losses(part):
+        """(sum of weighted losses, sum of the weights, pairs in the right order, sum of weighted gaps) of groups."""
+        total = torch.zeros(4)
+        for group in part:
+            hidden = [model.get_base_model().base_model(input_ids=row[None]).last_hidden_state for row in group["rows"]]
+            scores = torch.cat([model.get_base_model().score(h[0, -1]) for h in hidden])
+            for better, worse in group["pairs"]:
+                gap, w = scores[better] - scores[worse], group["weight"]
+                total = total + w * torch.stack([-gap.sigmoid().log(), torch.tensor(1.0), (gap > 0).float(), gap])
+        return total
+
+    parts, report = [groups] if batching == "mixed" else [[groups[i]] for i in order], torch.zeros(4)
+    for part in parts:
+        total = losses(part)
+        report += total.detach()
+        norm = sgd_step(params, total[0] / total[1], 0.5)
+    step = values_of(params) - values_of(start)
+    assert (values_of(params) - learned).norm() < 1e-3 * step.norm(), "one optimizer step on all prompts, or one each"
+    for p, value in zip(params, start, strict=True):
+        p.data.copy_(value)
+    assert record["samples"] == 9 and record["pairs"] == 8 and record["step"] == 1
+    for name, value in zip(("loss", "accuracy", "margin"), (report / report[1])[[0, 2, 3]], strict=True):
+        assert record[name].item() == pytest.approx(value.item(), rel=1e-3, abs=1e-6), name
+    assert record["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-3)
+
+
+DIFFER, TIE = [1.0, 0.0], [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "held_out, others, why",
+    [(TIE, DIFFER, "fewer than two held-out prompts differ"), (DIFFER, TIE, "nothing to rank")],
+)
+def test_answers_that_all_tie_are_an_error(tmp_path, capsys, monkeypatch, held_out, others, why):
+    monkeypatch.setattr(reward_model, "HELD_OUT_PROMPTS", reward_model.HELD_OUT_PROMPTS[:2])
+    rated = itertools.chain(held_out * 16, itertools.cycle(others))  # first 2 sets of 8 answers to the 2 prompts
+    monkeypatch.setattr(reward_model, "happiness", lambda text: next(rated))
+    few = ["--steps", "1", "--max-completion-length", "2", "--num-generations", "2", "--rankings", "2"]
     with pytest.raises(SystemExit) as end:
         reward_model.main(["--model", "tiny_llama", "--out", str(tmp_path / "out"), *few])
-    assert end.value.code == 2 and why in capsys.readouterr().err
+    assert end.value.code == 2 and why in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-# Scores two texts with transformers' and peft's own classes, in a process and under a seed of its own.
-LOAD = """
-import json, sys, torch
-from peft import PeftModel
-from transformers import AutoModelForSequenceClassification
-torch.manual_seed(123)
-base, folder, rows = json.loads(sys.argv[1])
-base = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
-model = PeftModel.from_pretrained(base, folder).eval()
-with torch.no_grad():
-    print(json.dumps([model(input_ids=torch.tensor([row])).logits.item() for row in rows]))
-"""
+@pytest.fixture(scope="module")
+def reward_run(tmp_path_factory):
+    """The folder of a short run."""
+    out = tmp_path_factory.mktemp("runs") / "rm"
+    few = ["--steps", "2", "--prompts-per-step", "4", "--max-completion-length", "16", "--learning-rate", "0.05"]
+    few += ["--rankings", "8"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_model, "HELD_OUT_PROMPTS", reward_model.HELD_OUT_PROMPTS[:4])
+        summary = reward_model.main(["--model", "tiny_llama", "--device", "cpu", "--out", str(out), *few])
+    assert summary["steps"] == 2 and summary["samples"] == 2 * 4 * 4 and 0 <= summary["accuracy_after"]["mean"] <= 1
+    return out
 
 
-def test_the_saved_adapter_scores_the_same_in_a_new_process_and_its_pairs_can_be_read_back(tmp_path):
-    few = ["--steps", "2", "--learning-rate", "0.05", "--device", "cpu", "--out", str(tmp_path / "rm")]
-    summary = reward_model.main(["--model", "tiny_llama", *few])
-    assert summary["steps"] == 2 and 0 <= summary["accuracy_after"]["mean"] <= 1
-    args = reward_model.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "rm")])
+def test_the_saved_adapter_scores_the_same_in_a_new_process(reward_run, new_process, tmp_path):
+    _, found, _, rows = new_process
+    args = reward_model.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "x")])
     model, tokenizer = reward_model.load(args)
-    rows = [row.tolist() for row in rows_of(tokenizer, 4)]
-    sent = json.dumps([model.name_or_path, str(tmp_path / "rm"), rows])
-    answer = subprocess.run([sys.executable, "-c", LOAD, sent], capture_output=True, text=True, check=True).stdout
-    from safetensors.torch import load_file
-
-    weights = load_file(tmp_path / "rm" / "adapter_model.safetensors")
+    weights = load_file(reward_run / "adapter_model.safetensors")
     model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, target_modules=args.lora_targets, task_type="SEQ_CLS"))
     state = {k.replace(".weight", ".default.weight") if "lora" in k else k: v for k, v in weights.items()}
@@ -1658,10 +2320,7 @@ def test_the_saved_adapter_scores_the_same_in_a_new_process_and_its_pairs_can_be
     assert not model.load_state_dict(state, strict=False).unexpected_keys, "adapter and head, and nothing else"
     with torch.no_grad():
         own = reward_model.answer_scores(model.eval(), [torch.tensor(row) for row in rows], tokenizer.pad_token_id)
-    close(json.loads(answer), own, "AutoModelForSequenceClassification + PeftModel give the same scores", 1e-5)
-    pairs = reward_model.read_pairs(tmp_path / "rm" / "pairs.jsonl")
-    groups = reward_model.group_pairs(pairs, model, tokenizer, args)
-    assert len(groups) <= 2 * 16 and all(2 <= len(g["rows"]) <= 9 for g in groups), "a group a prompt"
+    close(found["scores"], own, "AutoModelForSequenceClassification + PeftModel give the same scores", 1e-5)
 
 
 # ================================================================ ppo.py
@@ -1985,6 +2644,7 @@ def make_reward_model(folder, **options):
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.05)
     model.save_pretrained(folder, save_embedding_layers=False)
+    (folder / "summary.json").write_text("{}")
     return model
 
 
@@ -2077,6 +2737,193 @@ def test_B3_training_one_leaves_the_others_bit_equal(four, trained, others):
     after = roles(model, batch)
     assert not torch.equal(before[trained], after[trained]), f"the {trained} has learned something"
     assert all(torch.equal(before[name], after[name]) for name in others), f"{others} are as they were"
+
+
+@torch.no_grad()
+def test_token_values_reads_the_critic_before_a_token_and_the_reward_at_it_also_where_columns_are_padding(
+    four, monkeypatch
+):
+    args, model, tokenizer, _ = four
+    off_zero(model, "actor")
+    torch.nn.init.normal_(model.heads["critic"].weight)  # else the critic would be the reward model
+    batch = fixed_answers(tokenizer, ["The dog", "Every morning the old farmer"] * 3)
+    ids, attention_mask, mask, _ = batch
+    wide = [torch.nn.functional.pad(x, (0, 2)) for x in (ids, attention_mask, mask)]  # 2 columns of padding for all
+    args.temperature = 0.7
+    gradients, token_log_probs, token_scores = [], ppo.token_log_probs, ppo.token_scores
+    monkeypatch.setattr(
+        ppo, "token_log_probs", lambda *x: gradients.append(torch.is_grad_enabled()) or token_log_probs(*x)
+    )
+    monkeypatch.setattr(ppo, "token_scores", lambda *x: gradients.append(torch.is_grad_enabled()) or token_scores(*x))
+    read = {role: ppo.token_values(model, *wide, args, role) for role in ("actor", None, "reward", "critic")}
+    assert gradients == [True, True, False, False, False, False, True, True], "what trains runs with gradients on"
+    for role, values in read.items():
+        assert values.shape == (6, 7) and values.dtype == torch.float32
+        with ppo.use(model, role):
+            log_probs = list(log_probs_alone(model, batch, 0.7))
+            for i in range(6):
+                row, n = alone(batch, i)
+                expected = log_probs[i]
+                if role in ("reward", "critic"):
+                    hidden = model.get_base_model().base_model(input_ids=row).last_hidden_state[0]
+                    scores = model.heads[role](hidden)[:, 0]
+                    expected = scores[-n:] if role == "reward" else scores[-n - 1 : -1]
+                close(values[i, :n], expected, f"{role}: the reward at the token, all others one position before", 1e-4)
+
+
+def test_token_values_adds_up_the_gradient_of_a_loss_over_the_micro_batches(four):
+    args, model, tokenizer, _ = four
+    off_zero(model, "actor")
+    ids, attention_mask, mask, _ = fixed_answers(tokenizer, ["The dog", "Every morning the old farmer"] * 3)
+    target, params = torch.randn(6, 5), trained_parameters(model)
+
+    def loss(new, target, mask, normalizer, power):
+        return (torch.where(mask.bool(), new - target, 0.0).abs() ** power).sum() / normalizer, {}
+
+    for role in ("actor", "critic"):
+        results = []
+        for args.micro_batch_size in (6, 4, 1):
+            with_loss = {"loss": loss, "targets": (target,), "weight": 0.5, "power": 3}
+            values = ppo.token_values(model, ids, attention_mask, mask, args, role, **with_loss)
+            assert not values.requires_grad
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            results.append((values[mask.bool()], torch.cat([grad.flatten() for grad in grads])))
+            model.zero_grad()
+        for values, gradient in results[1:]:
+            close(values, results[0][0], "a micro-batch changes no value", 1e-4)
+            assert (gradient - results[0][1]).norm() < 1e-4 * gradient.norm(), "nor the gradient"
+        with ppo.use(model, role):
+            if role == "actor":
+                new = ppo.token_log_probs(model, ids, attention_mask, 5)
+            else:
+                new = ppo.token_scores(model, model.heads["critic"], ids, attention_mask)[:, -6:-1]
+        whole = 0.5 * loss(new, target, mask, 21, 3)[0]  # 21 tokens
+        grads = torch.autograd.grad(whole, params, allow_unused=True)
+        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(params, grads, strict=True)]
+        gradient = torch.cat([grad.flatten() for grad in grads])
+        assert (gradient - results[0][1]).norm() < 1e-4 * gradient.norm(), "weight times the whole batch's loss"
+
+
+def test_each_prompt_of_ppo_has_its_turn_before_any_comes_again(four, monkeypatch):
+    args, model, tokenizer, _ = four
+    args.steps, args.num_ppo_epochs, seen = 2, 1, []
+
+    def complete(model, tokenizer, prompts, args):
+        seen.extend(prompts)
+        return fixed_answers(tokenizer, prompts)
+
+    monkeypatch.setattr(ppo, "complete", complete)
+    torch.manual_seed(0)
+    records = list(ppo.train(model, tokenizer, list("ABCD"), args))
+    assert [sorted(seen[i : i + 4]) for i in (0, 4, 8)] == [list("ABCD")] * 3, "2 steps of 6 prompts are 3 turns of 4"
+    assert seen != list("ABCD") * 3, "in another order each time"
+    assert [record["samples"] for record in records] == [6, 12]
+
+
+@pytest.mark.parametrize("broken", ["policy_loss", "value_loss"])
+def test_a_loss_of_ppo_that_is_not_finite_stops_training_and_names_the_step(four, monkeypatch, broken):
+    args, model, tokenizer, _ = four
+    args.steps = 2
+    monkeypatch.setattr(ppo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
+    steps = ppo.train(model, tokenizer, ppo.PROMPTS, args)
+    assert next(steps)["step"] == 1
+    real = getattr(ppo, broken)
+
+    def loss(*args, **more):
+        value, metrics = real(*args, **more)
+        return value * math.nan, metrics
+
+    monkeypatch.setattr(ppo, broken, loss)
+    with pytest.raises(ArithmeticError, match="step 2"):
+        next(steps)
+
+
+@pytest.mark.parametrize("score_on, vf_coef", [("last", 0.3), ("every", 0.3), ("mean", 30.0)])
+def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, monkeypatch, score_on, vf_coef):
+    args, model, tokenizer, _ = four
+    off_zero(model, "actor")
+    args.steps, args.num_ppo_epochs, args.learning_rate, args.temperature = 1, 2, 0.02, 0.7
+    args.score_on, args.missing_eos_penalty, args.kl_coef, args.vf_coef = score_on, 0.25, 0.2, vf_coef
+    args.clip_low, args.clip_high, args.clip_dual, args.cliprange_value = 0.02, 0.03, 1.05, 0.1
+    args.gamma, args.lam = 0.9, 0.8
+    batches, sampled_by = [], []
+
+    def complete(model, tokenizer, prompts, args):
+        batches.append(fixed_answers(tokenizer, prompts))
+        sampled_by.append(ppo.token_log_probs(model, *batches[-1][:2], 5, 0.7).detach())
+        return batches[-1]
+
+    plain_sgd(monkeypatch)
+    monkeypatch.setattr(ppo, "complete", complete)
+    monkeypatch.setattr(ppo, "happiness", lambda text: float(text == "b"))
+    params = trained_parameters(model)
+    start = [p.detach().clone() for p in params]
+    prompts = ["The dog", "Every morning the old farmer", "One day", "A", "It was", "The end of the old"]
+    (record,) = ppo.train(model, tokenizer, prompts, args)
+    learned = values_of(params)
+    for p, value in zip(params, start, strict=True):
+        p.data.copy_(value)
+    (batch,) = batches
+
+    def log_probs(role):
+        with ppo.use(model, role):
+            return list(log_probs_alone(model, batch, 0.7))
+
+    def scores(role):
+        """The head's scores at each row's n + 1 last tokens: the last of the prompt and the answer's."""
+        with ppo.use(model, role):
+            for i in range(6):
+                ids, n = alone(batch, i)
+                hidden = model.get_base_model().base_model(input_ids=ids).last_hidden_state
+                yield model.heads[role](hidden)[0, -n - 1 :, 0]
+
+    with torch.no_grad():
+        old, ref = log_probs("actor"), log_probs(None)
+        old_values, paid = [s[:-1] for s in scores("critic")], [s[1:] for s in scores("reward")]
+    raw = []
+    for i in range(6):
+        n, kl = len(old[i]), old[i] - ref[i]
+        spread = {"last": torch.zeros(n), "every": paid[i], "mean": paid[i].mean().expand(n)}[score_on].clone()
+        spread[-1] += paid[i][-1] if score_on == "last" else 0.0
+        rewards = spread - 0.2 * kl
+        rewards[-1] -= 0.25 * (i == 0)  # the row without EOS
+        values, advantage, row = [*old_values[i], torch.tensor(0.0)], 0.0, []
+        for t in reversed(range(n)):
+            advantage = rewards[t] + 0.9 * values[t + 1] - values[t] + 0.9 * 0.8 * advantage
+            row.insert(0, advantage)
+        raw.append(torch.stack(row))
+    returns = [a + v for a, v in zip(raw, old_values, strict=True)]
+    flat = torch.cat(raw)
+    white = [(a - flat.mean()) / (flat.var() + 1e-8).sqrt() for a in raw]
+    for _ in range(2):
+        policy, critic, moved, clipped = [], [], [], {"low": 0, "high": 0, "dual": 0, "value": 0}
+        for new, a, before in zip(log_probs("actor"), white, old, strict=True):
+            ratio = (new - before).exp()
+            bounded = torch.where(a < 0, ratio.clamp(max=1.05), ratio)
+            policy.append(-torch.minimum(bounded * a, bounded.clamp(0.98, 1.03) * a))
+            moved.append(before - new)
+            clipped["low"] += ((ratio < 0.98) & (a < 0)).sum()
+            clipped["high"] += ((ratio > 1.03) & (a > 0)).sum()
+            clipped["dual"] += ((ratio > 1.05) & (a < 0)).sum()
+        for new, target, before in zip((s[:-1] for s in scores("critic")), returns, old_values, strict=True):
+            square, clip = (new - target) ** 2, (before + (new - before).clamp(-0.1, 0.1) - target) ** 2
+            critic.append(0.5 * torch.maximum(square, clip))
+            clipped["value"] += (clip > square).sum()
+        policy, critic = torch.cat(policy).mean(), torch.cat(critic).mean()
+        norm = sgd_step(params, policy + vf_coef * critic, 0.02)
+    step = values_of(params) - values_of(start)
+    assert (values_of(params) - learned).norm() < 1e-3 * step.norm(), "the weights after both optimizer steps"
+    moved, returns = torch.cat(moved), torch.cat(returns)
+    assert any(clipped.values()) and (moved != 0).all(), "in the second pass the policy has moved"
+    assert norm > 1 or vf_coef < 1, "with a large value loss the gradient is clipped to norm 1"
+    close(sampled_by[0][batch[2].bool()], torch.cat(old), "the actor has written the answers", 1e-4)
+    expected = {"loss/policy": policy, "loss/value": critic, "grad_norm": norm, "approx_kl": moved.mean()}
+    expected |= {f"clip_ratio/{side}_mean": clipped[side] / 21 for side in ("low", "high", "dual")}
+    expected |= {"vf_clip_ratio": clipped["value"] / 21, "score": sum(x[-1] for x in paid) / 6, "happiness": 1 / 6}
+    expected |= {"kl": (torch.cat(old) - torch.cat(ref)).mean(), "entropy": -torch.cat(old).mean()}
+    expected |= {"explained_variance": 1 - flat.var(correction=0) / returns.var(correction=0), "step": 1, "samples": 6}
+    expected |= {"completions/mean_length": 21 / 6, "completions/clipped_ratio": 1 / 6}
+    agree(record, expected)
 
 
 def test_B1_the_ratio_is_exactly_1_in_the_first_pass_and_not_in_the_second(four, monkeypatch):
@@ -2172,25 +3019,63 @@ def test_B2_without_a_reward_model_it_says_so_and_trains_one_with_the_same_model
 
 
 def test_a_run_leaves_an_actor_that_peft_can_load(tmp_path, trained_reward_model, monkeypatch):
-    monkeypatch.setattr(ppo, "HELD_OUT_PROMPTS", ppo.HELD_OUT_PROMPTS[:2])  # to be quick
+    monkeypatch.setattr(ppo, "HELD_OUT_PROMPTS", ppo.HELD_OUT_PROMPTS[:1])  # to be quick
     few = ["--steps", "1", "--prompts-per-step", "4", "--num-ppo-epochs", "1", "--learning-rate", "0.01"]
+    few += ["--max-completion-length", "8"]
     where = ["--out", str(tmp_path / "ppo"), "--reward-model", str(trained_reward_model[0])]
     summary = ppo.main(["--model", "tiny_llama", "--device", "cpu", *few, *where])
-    assert summary["kl_after"]["n"] > 32 and summary["kl_after"]["mean"] != 0
-    args = ppo.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "ppo")])
+    assert summary["kl_after"]["n"] > 16 and summary["kl_after"]["mean"] != 0
+    args = ppo.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "ppo"), *few])
     model, tokenizer = ppo.load(args)
     model = PeftModel.from_pretrained(model, tmp_path / "ppo")
     estimates, _ = ppo.evaluate(model.eval(), tokenizer, args)
     close(estimates["kl"]["mean"], summary["kl_after"]["mean"], "the actor that was judged is the one saved", 1e-4)
 
 
+# ================================================================ learning, end to end
+
+
+def gain_in_standard_errors(summary):
+    before, after = summary["happiness_before"], summary["happiness_after"]
+    return (after["mean"] - before["mean"]) / math.hypot(before["standard_error"], after["standard_error"])
+
+
+@pytest.fixture(scope="module")
+def learned_reward_model(tmp_path_factory):
+    """(folder, summary) of a reward model that was trained for long enough to be of use."""
+    out = tmp_path_factory.mktemp("runs") / "reward_model"
+    return out, reward_model.main(["--model", "tiny_llama", "--out", str(out), "--rankings", "320", "--steps", "60"])
+
+
+def test_the_reward_model_orders_4_of_5_held_out_pairs_rightly(learned_reward_model):
+    summary = learned_reward_model[1]
+    assert summary["accuracy_after"]["mean"] >= 0.8, f"{summary['accuracy_before']} -> {summary['accuracy_after']}"
+    assert summary["best_of_8_after"]["mean"] > summary["happiness_after"]["mean"], "what it picks is happier"
+
+
+def test_B12_ppo_makes_the_stories_happier_by_5_standard_errors(learned_reward_model, tmp_path):
+    options = ["--model", "tiny_llama", "--reward-model", str(learned_reward_model[0]), "--steps", "12"]
+    summary = ppo.main([*options, "--out", str(tmp_path / "ppo")])
+    assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
+
+
+def test_dpo_orders_4_of_5_held_out_pairs_and_makes_the_stories_happier_by_5_standard_errors(tmp_path):
+    summary = dpo.main(["--model", "tiny_llama", "--out", str(tmp_path / "dpo"), "--pairs", "288", "--steps", "36"])
+    assert summary["rewards/accuracies_after"]["mean"] >= 0.8, summary["rewards/accuracies_after"]
+    assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
+
+
 # ================================================================ the files themselves
 
 
 def definitions(path):
-    """{name: source} of a script's top-level functions."""
-    source = path.read_text(encoding="utf-8")
-    return {n.name: ast.get_source_segment(source, n) for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+    """{name: source} of a script's top-level functions, decorators included."""
+    source, texts = path.read_text(encoding="utf-8"), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            texts[node.name] = "\n".join(source.split("\n")[start - 1 : node.end_lineno])
+    return texts
 
 
 def test_functions_of_one_name_have_one_text_in_all_scripts():

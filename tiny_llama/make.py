@@ -40,7 +40,7 @@ from transformers import (
 
 HERE = Path(__file__).resolve().parent
 WRITERS, STORIES, VOCABULARY, BATCH = 2, 4, 4096, 32  # STORIES to a request
-SENTENCES = (10, 30, 35, 25)  # how often a document has 1, 2, 3 or 4
+SENTENCES = (5, 25, 35, 35)  # how often a document has 1, 2, 3 or 4
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
@@ -271,7 +271,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=HERE / "work", help="folder for the stories")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the model")
-    parser.add_argument("--tokens", type=int, default=530_000, help="of the teacher's, openings not counted")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the teacher's, openings not counted")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--writer", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
