@@ -702,7 +702,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
 
 
-LEARNING = {"steps": 15, "size": []}  # how long, and with which options, the run of test_A15 trains
+LEARNING = {"steps": 12, "size": []}  # how long, and with which options, the run of test_A15 trains
 
 
 @pytest.fixture(scope="module")
@@ -3044,7 +3044,7 @@ def gain_in_standard_errors(summary):
 def learned_reward_model(tmp_path_factory):
     """(folder, summary) of a reward model that was trained for long enough to be of use."""
     out = tmp_path_factory.mktemp("runs") / "reward_model"
-    return out, reward_model.main(["--model", "tiny_llama", "--out", str(out), "--rankings", "320", "--steps", "60"])
+    return out, reward_model.main(["--model", "tiny_llama", "--out", str(out), "--rankings", "240", "--steps", "48"])
 
 
 def test_the_reward_model_orders_4_of_5_held_out_pairs_rightly(learned_reward_model):
@@ -3054,13 +3054,13 @@ def test_the_reward_model_orders_4_of_5_held_out_pairs_rightly(learned_reward_mo
 
 
 def test_B12_ppo_makes_the_stories_happier_by_5_standard_errors(learned_reward_model, tmp_path):
-    options = ["--model", "tiny_llama", "--reward-model", str(learned_reward_model[0]), "--steps", "12"]
+    options = ["--model", "tiny_llama", "--reward-model", str(learned_reward_model[0]), "--steps", "9"]
     summary = ppo.main([*options, "--out", str(tmp_path / "ppo")])
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
 
 
 def test_dpo_orders_4_of_5_held_out_pairs_and_makes_the_stories_happier_by_5_standard_errors(tmp_path):
-    summary = dpo.main(["--model", "tiny_llama", "--out", str(tmp_path / "dpo"), "--pairs", "288", "--steps", "36"])
+    summary = dpo.main(["--model", "tiny_llama", "--out", str(tmp_path / "dpo"), "--pairs", "224", "--steps", "30"])
     assert summary["rewards/accuracies_after"]["mean"] >= 0.8, summary["rewards/accuracies_after"]
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
 
