@@ -955,6 +955,8 @@ def test_each_prompt_has_its_turn_before_any_comes_again(tmp_path, monkeypatch):
     assert sorted(seen[:3]) == sorted(seen[3:]) == ["A", "B", "C"], "3 steps of 2 prompts are 2 turns of all 3"
     assert seen != ["A", "B", "C"] * 2, "in another order each time"
     assert [record["samples"] for record in records] == [6, 12, 18]
+    tied = records[0]["frac_reward_zero_std"] == 1 and records[0]["reward_std"] == records[0]["reward"] == 0
+    assert tied, "the texts a to f are equally happy"
 
 
 def test_no_reference_pass_is_made_at_beta_0(tmp_path, monkeypatch):
