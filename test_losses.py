@@ -931,7 +931,7 @@ def test_A15_a_step_of_training_is_the_algorithm_written_out_row_by_row(tmp_path
     moved, kls = torch.cat(moved), torch.cat(kls)
     step = values_of(params) - values_of(start)
     assert (values_of(params) - learned).norm() < 1e-3 * step.norm(), "the weights after both optimizer steps"
-    assert (norm > 1) == (beta > 1), "with a large KL the gradient is clipped to norm 1"
+    assert norm > 1 or beta < 1, "with a large KL the gradient is clipped to norm 1"
     assert any(clipped.values()), "in the second iteration the policy has moved, so that the clip has something to do"
     expected = {"loss": loss, "grad_norm": norm, "approx_kl": moved.mean(), "kl": kls.mean(), "samples": 6}
     ratios = 21 if level == "token" else 6
