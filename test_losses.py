@@ -955,6 +955,7 @@ def test_each_prompt_has_its_turn_before_any_comes_again(tmp_path, monkeypatch):
     assert sorted(seen[:3]) == sorted(seen[3:]) == ["A", "B", "C"], "3 steps of 2 prompts are 2 turns of all 3"
     assert seen != ["A", "B", "C"] * 2, "in another order each time"
     assert [record["samples"] for record in records] == [6, 12, 18]
+    assert near(records[0]["completions/clipped_ratio"], 1 / 6), "one answer has no EOS; two fill the width"
     tied = records[0]["frac_reward_zero_std"] == 1 and records[0]["reward_std"] == records[0]["reward"] == 0
     assert tied, "the texts a to f are equally happy"
 
@@ -1080,6 +1081,15 @@ def test_bad_options_are_refused_in_one_sentence_that_names_them(argv, named, tm
     assert named in refused(capsys, *model, "--out", str(tmp_path / "x"), *argv)
 
 
+def test_a_prompt_and_its_completion_may_fill_the_context_and_no_more(tiny, capsys):
+    length, args = len(tiny[1]("The old dog", add_special_tokens=False).input_ids), options(max_completion_length=7)
+    for context in (length + 7, length + 6):
+        model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=context))
+        with contextlib.nullcontext() if context == length + 7 else pytest.raises(SystemExit):
+            grpo.check_context(model, tiny[1], ["The", "The old dog"], args)
+    assert f"{length} tokens of prompt + 7 of completion exceed the context of {length + 6}" in capsys.readouterr().err
+
+
 def test_bad_folders_and_files_are_refused_in_one_sentence_that_names_them(tmp_path, capsys):
     out = ["--model", "tiny_llama", "--out", str(tmp_path / "x")]
     (tmp_path / "empty").mkdir()
@@ -1150,19 +1160,23 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_the_last_good_weights
 
 
 def test_ctrl_c_saves_the_weights_of_the_last_whole_step(tmp_path, capsys, monkeypatch, quick):
-    def press():
-        raise KeyboardInterrupt
+    handler, clip, calls = signal.getsignal(signal.SIGINT), torch.nn.utils.clip_grad_norm_, itertools.count(1)
 
-    handler = signal.getsignal(signal.SIGINT)
+    def press(*args):
+        if next(calls) == 4:  # in step 2, when the first of its two updates has been made
+            raise KeyboardInterrupt
+        return clip(*args)
+
     try:
-        in_step_2(monkeypatch, press)
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", press)
         with pytest.raises(SystemExit) as end:
-            run_grpo(tmp_path / "x", steps=3)
+            run_grpo(tmp_path / "x", "--num-iterations", "2", steps=3)
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "a second Ctrl-C ends at once"
     finally:
         signal.signal(signal.SIGINT, handler)
     assert end.value.code == 130 and "the weights of step 1 are saved" in capsys.readouterr().err.splitlines()[-1]
-    run_grpo(tmp_path / "one", steps=1)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    run_grpo(tmp_path / "one", "--num-iterations", "2", steps=1)
     weights = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("x", "one")]
     assert weights[0] == weights[1], "as if only one step had been asked for"
 
@@ -1506,9 +1520,10 @@ def test_chosen_and_rejected_go_through_the_model_in_one_batch(tiny):
     hook = tiny[0].register_forward_pre_hook(
         lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    list(dpo.pair_log_probs(tiny[0], dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(micro_batch_size=6)))
+    for size in (6, 1):
+        list(dpo.pair_log_probs(tiny[0], dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(micro_batch_size=size)))
     hook.remove()
-    assert rows == [6, 4], "3 pairs are 6 sequences; of 5 pairs the last 2 remain"
+    assert rows == [6, 4] + [2] * 5, "3 pairs are 6 sequences, of 5 pairs the last 2 remain; a pair is never torn apart"
 
 
 def test_a_cut_off_answer_gains_no_eos_in_the_file_of_pairs_and_a_finished_one_has_exactly_one(
@@ -2000,17 +2015,17 @@ def test_B7_both_batchings_have_the_same_gradient_on_the_same_prompts(scorer):
     close(gradient([groups], micro_batch_size=8)[0], mixed, "micro-batches of 2 and 1 prompts change nothing", 1e-5)
 
 
-def test_an_answer_is_encoded_once_not_once_a_pair(scorer):
+def test_an_answer_is_encoded_once_not_once_a_pair_and_a_micro_batch_is_made_of_whole_groups(scorer):
     args, model, tokenizer = scorer
-    group = group_of(rows_of(tokenizer, 4), reward_model.ranked_pairs([0, 1, 2, 3]))
-    seen = []
+    groups, seen = [group_of(rows_of(tokenizer, 4), reward_model.ranked_pairs([0, 1, 2, 3])) for _ in range(3)], []
     hook = model.get_base_model().base_model.register_forward_pre_hook(
         lambda module, positional, keywords: seen.append(len(keywords["input_ids"])), with_kwargs=True
     )
-    reward_model.backward(model, tokenizer, [group], args)
+    for size in (8, 1):
+        reward_model.backward(model, tokenizer, groups, Namespace(device=args.device, micro_batch_size=size))
     hook.remove()
     model.zero_grad()
-    assert sum(seen) == 4, "6 pairs of 4 answers take 4 passes"
+    assert seen == [8, 4] + [4, 4, 4], "6 pairs of 4 answers take 4 passes; 2 groups and 1, or else one by one"
 
 
 # ---------------------------------------------------------------- --data
@@ -2086,6 +2101,17 @@ def test_a_group_has_at_most_9_answers_and_only_pairs_that_stand_together(scorer
     assert [len(group["rows"]) for group in groups] == [9, 2, 2, 2], "1 + 8 answers; then the ninth pair, Two, One"
     assert [group["prompt"] for group in groups] == ["One", "One", "Two", "One"]
     assert groups[1]["pairs"] == [(0, 1)] and groups[0]["pairs"] == [(0, i) for i in range(1, 9)]
+
+
+def test_every_tenth_prompt_is_held_out_with_all_its_groups(capsys):
+    groups = [{"prompt": f"p{i % 21}", "id": i} for i in range(42)]
+    trained, held_out = reward_model.split(groups, Namespace(data="FILE"))
+    assert [group["id"] for group in held_out] == [0, 10, 20, 21, 31, 41], "p0, p10 and p20, twice each"
+    assert [group["id"] for group in trained] == [i for i in range(42) if i % 21 not in (0, 10, 20)]
+    with pytest.raises(SystemExit) as end:
+        reward_model.split(groups[:10], Namespace(data="FILE"))
+    assert end.value.code == 2 and "FILE has 10 prompts" in capsys.readouterr().err
+    assert [len(part) for part in reward_model.split(groups[:11], Namespace(data="FILE"))] == [9, 2]
 
 
 def test_a_cut_off_answer_gains_no_eos_in_pairs_jsonl_and_a_finished_one_has_exactly_one(scorer, tmp_path):
@@ -2243,7 +2269,7 @@ def test_a_step_of_the_reward_model_is_the_loss_written_out_pair_by_pair(scorer,
         for first, rank in zip((0, 4, 6), ranks, strict=True)
     ]
     plain_sgd(monkeypatch)
-    settings = {"steps": 1, "prompts_per_step": 3, "batching": batching, "learning_rate": 0.5, "micro_batch_size": 4}
+    settings = {"steps": 1, "prompts_per_step": 3, "batching": batching, "learning_rate": 0.5, "micro_batch_size": 8}
     params = trained_parameters(model)
     start = [p.detach().clone() for p in params]
     torch.manual_seed(0)
@@ -2497,11 +2523,12 @@ CELLS = [
     (1.0, -1.0, 1.0, 1.0, None),
     (1.5, -1.0, 1.5, 1.5, None),  # a bad token become likelier: not clipped
     (10.0, -1.0, 3.0, 0.0, "dual"),  # B9: but bounded, by clip_dual * 1
+    (10.0, 1.0, -1.2, 0.0, "high"),  # the dual clip is for bad tokens
 ]
 
 
 @pytest.mark.parametrize("ratio, advantage, loss_is, gradient, metric", CELLS)
-def test_B9_the_six_cells_of_the_clip_and_the_dual_clip(ratio, advantage, loss_is, gradient, metric):
+def test_B9_the_cells_of_the_clip_and_the_dual_clip(ratio, advantage, loss_is, gradient, metric):
     log_probs = rows64([math.log(ratio)]).requires_grad_()
     loss, metrics = ppo.policy_loss(log_probs, rows64([0]), rows64([advantage]), torch.ones(1, 1))
     loss.backward()
@@ -2589,6 +2616,17 @@ def test_the_mean_is_over_tokens_and_any_split_into_micro_batches_gives_the_same
     close(loss, -1.0, "a mean over tokens")
     _, metrics = ppo.policy_loss(torch.zeros(2, 3), rows64([4, 9, 9], [0, 0, 0]), torch.zeros(2, 3), mask)
     close(metrics["approx_kl"], 1.0, "approx_kl is a mean over the same tokens: (4 + 0 + 0 + 0) / 4")
+
+
+@pytest.mark.parametrize("side, ratio, advantage", [("low", 0.5, -1), ("high", 2, 1), ("dual", 4, -1)])
+def test_the_shares_that_the_clips_took_are_of_the_real_tokens(side, ratio, advantage):
+    # One of four real tokens has a ratio out of range, and so have the two masked ones; V likewise (B10's numbers).
+    mask, zero = torch.tensor([[1, 0, 0], [1, 1, 1]]), torch.zeros(2, 3)
+    log_probs = torch.tensor([[math.log(ratio)] * 3, [0.0] * 3])
+    _, metrics = ppo.policy_loss(log_probs, zero, torch.full((2, 3), float(advantage)), mask)
+    close(metrics[f"clip_ratio/{side}_mean"], 1 / 4, side)
+    _, metrics = ppo.value_loss(rows64([1, 1, 1], [0, 0, 0]), zero, rows64([2, 2, 2], [0, 0, 0]), mask)
+    close(metrics["vf_clip_ratio"], 1 / 4, "tokens whose value the clip held back")
 
 
 def test_an_all_zero_mask_gives_0_and_gradient_0():
