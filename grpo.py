@@ -149,7 +149,7 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
 
 
 def masked_mean(x, mask):
-    """Mean of x where mask is true; 0 if it is true nowhere. Shapes broadcast."""
+    """Mean of x where mask is true; 0 if it is true nowhere."""
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
@@ -288,36 +288,41 @@ def completion_mask(completion_ids, eos_token_id):
 
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature=1.0, eos_token_id, pad_token_id):
-    """Sample a completion for each left-padded prompt: (B, P), (B, P) -> (B, T), padded after the EOS.
+    """Sample a completion for each left-padded prompt: (B, P), (B, P) -> its ids and their log-probs, (B, T) each.
 
-    Plain sampling from the softmax: with top-k or top-p the tokens would come from another distribution than the one
-    whose log-probs are trained.
+    The ids are padded after the EOS. Plain sampling from the softmax: with top-k or top-p the tokens would come from
+    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with;
+    token_log_probs gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
     """
     keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
-    completion, done = [], torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # done: (B, 1)
+    completion, drawn = [], []
+    done = torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # (B, 1)
     while len(completion) < max_completion_length and not done.all():
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **keywords).logits[:, -1]  # (B, V)
         # Inverse-CDF sampling: the distribution of torch.multinomial in a fraction of its time.
-        cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
+        log_probs = (logits.float() / temperature).log_softmax(dim=-1)
+        cumulative = log_probs.exp().cumsum(dim=-1)
         u = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, u, right=True).clamp(max=logits.shape[1] - 1)  # the action: (B, 1)
         ids = ids.masked_fill(done, pad_token_id)
         done = done | (ids == eos_token_id)
         completion.append(ids)
+        drawn.append(log_probs.gather(1, ids))
         mask, position = torch.cat([mask, torch.ones_like(ids)], dim=1), position[:, -1:] + 1
-    return torch.cat(completion, dim=1)
+    return torch.cat(completion, dim=1), torch.cat(drawn, dim=1)
 
 
 def complete(model, tokenizer, prompts, args):
-    """Sample one completion per prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
+    """Sample one completion per prompt: ids (N, L), attention_mask (N, L), mask (N, T), N texts, log-probs (N, T)."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
     options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
     options["pad_token_id"] = tokenizer.pad_token_id
-    ids = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
+    ids, log_probs = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
     mask = completion_mask(ids, tokenizer.eos_token_id)
     texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, mask.sum(dim=1), strict=True)]
-    return torch.cat([prompt.input_ids, ids], 1), torch.cat([prompt.attention_mask, mask], 1), mask, texts
+    ids, attention_mask = torch.cat([prompt.input_ids, ids], 1), torch.cat([prompt.attention_mask, mask], 1)
+    return ids, attention_mask, mask, texts, log_probs
 
 
 @torch.no_grad()
@@ -330,12 +335,11 @@ def evaluate(model, tokenizer, args):
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same draws before and after, whatever --seed
         for _ in range(8):
-            ids, attention_mask, mask, answers = complete(model, tokenizer, HELD_OUT_PROMPTS * 2, args)
+            ids, attention_mask, mask, answers, log_probs = complete(model, tokenizer, HELD_OUT_PROMPTS * 2, args)
             texts += answers
-            log_ratio = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             with model.disable_adapter():
-                log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
-            kl.append(log_ratio[mask.bool()])
+                ref_log_probs = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
+            kl.append((log_probs - ref_log_probs)[mask.bool()])
     if not torch.cat(kl).isfinite().all():
         raise ArithmeticError("the log-probs of the held-out answers are not finite")
     estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
@@ -358,7 +362,7 @@ def train(model, tokenizer, prompts, args):
             queue += [prompts[i] for i in torch.randperm(len(prompts))]
         batch = [prompt for prompt in queue[: args.prompts_per_step] for _ in range(args.num_generations)]
         queue = queue[args.prompts_per_step :]
-        ids, attention_mask, mask, texts = complete(model, tokenizer, batch, args)  # (N, L), (N, L), (N, T)
+        ids, attention_mask, mask, texts, _ = complete(model, tokenizer, batch, args)  # (N, L), (N, L), (N, T)
         T = mask.shape[1]
 
         # 2. Score.

@@ -3,7 +3,8 @@
     J(theta) = mean over tokens t of  min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
     r_t = pi_theta(o_t | ...) / pi_old(o_t | ...)      R_t = [t is the last] score - kl_coef log(pi_old / pi_ref)_t
-    A_t = sum over k >= 0 of (gamma lam)^k (R_(t+k) + gamma V_(t+k+1) - V_(t+k)), whitened; V = the critic's value
+    A_t = sum over k >= 0 of (gamma lam)^k (R_(t+k) + gamma V_(t+k+1) - V_(t+k)), whitened; V = the critic's value,
+          0 after the last token; where A_t < 0, r_t is first kept below clip_dual
     The critic minimises 0.5 (V_t - (A_t + V_old,t))^2, A_t before whitening, V_t clipped around V_old,t.
 
 In memory: one frozen model in four roles, by the adapter that is switched on:
@@ -164,7 +165,7 @@ def value_loss(values, old_values, returns, mask, *, cliprange_value=0.2, normal
 
 
 def masked_mean(x, mask):
-    """Mean of x where mask is true; 0 if it is true nowhere. Shapes broadcast."""
+    """Mean of x where mask is true; 0 if it is true nowhere."""
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
@@ -384,36 +385,41 @@ def completion_mask(completion_ids, eos_token_id):
 
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature=1.0, eos_token_id, pad_token_id):
-    """Sample a completion for each left-padded prompt: (B, P), (B, P) -> (B, T), padded after the EOS.
+    """Sample a completion for each left-padded prompt: (B, P), (B, P) -> its ids and their log-probs, (B, T) each.
 
-    Plain sampling from the softmax: with top-k or top-p the tokens would come from another distribution than the one
-    whose log-probs are trained.
+    The ids are padded after the EOS. Plain sampling from the softmax: with top-k or top-p the tokens would come from
+    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with;
+    token_log_probs gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
     """
     keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
-    completion, done = [], torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # done: (B, 1)
+    completion, drawn = [], []
+    done = torch.zeros_like(prompt_ids[:, :1], dtype=torch.bool)  # (B, 1)
     while len(completion) < max_completion_length and not done.all():
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **keywords).logits[:, -1]  # (B, V)
         # Inverse-CDF sampling: the distribution of torch.multinomial in a fraction of its time.
-        cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
+        log_probs = (logits.float() / temperature).log_softmax(dim=-1)
+        cumulative = log_probs.exp().cumsum(dim=-1)
         u = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, u, right=True).clamp(max=logits.shape[1] - 1)  # the action: (B, 1)
         ids = ids.masked_fill(done, pad_token_id)
         done = done | (ids == eos_token_id)
         completion.append(ids)
+        drawn.append(log_probs.gather(1, ids))
         mask, position = torch.cat([mask, torch.ones_like(ids)], dim=1), position[:, -1:] + 1
-    return torch.cat(completion, dim=1)
+    return torch.cat(completion, dim=1), torch.cat(drawn, dim=1)
 
 
 def complete(model, tokenizer, prompts, args):
-    """Sample one completion per prompt. Returns ids (N, L), attention_mask (N, L), mask (N, T) and the N texts."""
+    """Sample one completion per prompt: ids (N, L), attention_mask (N, L), mask (N, T), N texts, log-probs (N, T)."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
     options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
     options["pad_token_id"] = tokenizer.pad_token_id
-    ids = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
+    ids, log_probs = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
     mask = completion_mask(ids, tokenizer.eos_token_id)
     texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, mask.sum(dim=1), strict=True)]
-    return torch.cat([prompt.input_ids, ids], 1), torch.cat([prompt.attention_mask, mask], 1), mask, texts
+    ids, attention_mask = torch.cat([prompt.input_ids, ids], 1), torch.cat([prompt.attention_mask, mask], 1)
+    return ids, attention_mask, mask, texts, log_probs
 
 
 @torch.no_grad()
@@ -426,12 +432,11 @@ def evaluate(model, tokenizer, args):
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same draws before and after, whatever --seed
         for _ in range(8):
-            ids, attention_mask, mask, answers = complete(model, tokenizer, HELD_OUT_PROMPTS * 2, args)
+            ids, attention_mask, mask, answers, log_probs = complete(model, tokenizer, HELD_OUT_PROMPTS * 2, args)
             texts += answers
-            log_ratio = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             with model.disable_adapter():
-                log_ratio -= token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
-            kl.append(log_ratio[mask.bool()])
+                ref_log_probs = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
+            kl.append((log_probs - ref_log_probs)[mask.bool()])
     if not torch.cat(kl).isfinite().all():
         raise ArithmeticError("the log-probs of the held-out answers are not finite")
     estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
@@ -441,16 +446,17 @@ def evaluate(model, tokenizer, args):
 # ---------------------------------------------------------------- training
 
 
-def token_values(model, ids, attention_mask, mask, args, role, *, loss=None, targets=(), weight=1.0, **options):
+def token_values(model, ids, attention_mask, mask, args, role, *, loss=None, old=None, target=None, weight=1.0):
     """What the model in one role says of each answer's tokens, a micro-batch at a time: (N, T), detached.
 
     role: "actor" or None, the reference: log-probs. "reward": the score at a token. "critic": the value of the text
     before it, so it is read one position earlier, where the log-prob is.
-    loss(new, *targets, mask, **options) * weight: where there is one, its gradient is added up over the micro-batches.
+    loss(new, old, target, mask, normalizer=...) * weight: where there is one, its gradient is added up over the
+    micro-batches. old = None means the values just read, so that the ratio is exactly 1. target: the advantages for the
+    actor, the rewards for the critic. Both (N, T).
     """
-    T, result = mask.shape[1], torch.zeros(mask.shape, device=mask.device)
-    # A trained role always runs with gradients on: the same kernels to the last bit, so that the first ratio is 1.
-    with use(model, role), torch.set_grad_enabled(role in ("actor", "critic")):
+    T, tokens, result = mask.shape[1], mask.sum(), torch.zeros(mask.shape, device=mask.device)
+    with use(model, role), torch.set_grad_enabled(loss is not None):
         for rows in mask.sum(dim=1).argsort().split(args.micro_batch_size):  # rows of similar length: little padding
             if role in ("reward", "critic"):
                 scores = token_scores(model, model.heads[role], ids[rows], attention_mask[rows])  # (B, L)
@@ -459,7 +465,8 @@ def token_values(model, ids, attention_mask, mask, args, role, *, loss=None, tar
                 new = token_log_probs(model, ids[rows], attention_mask[rows], T, args.temperature)
             result[rows] = new.detach()
             if loss:
-                part, _ = loss(new, *(x[rows] for x in targets), mask[rows], normalizer=mask.sum(), **options)
+                before = new.detach() if old is None else old[rows]
+                part, _ = loss(new, before, target[rows], mask[rows], normalizer=tokens)
                 (weight * part).backward()
     return result
 
@@ -469,7 +476,12 @@ def train(model, tokenizer, prompts, args):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0)
     clips = {name: getattr(args, name) for name in ("clip_low", "clip_high", "clip_dual")}
-    value_clip = {"cliprange_value": args.cliprange_value}
+    actor_loss = functools.partial(policy_loss, **clips)
+
+    def critic_loss(values, old_values, rewards, mask, **options):  # GAE needs the row alone: a micro-batch has it all
+        _, returns = gae(rewards, old_values, mask, args.gamma, args.lam)
+        return value_loss(values, old_values, returns, mask, cliprange_value=args.cliprange_value, **options)
+
     queue = []
     for step in range(1, args.steps + 1):
         # 1. Sample: one answer to each prompt. No labels are needed.
@@ -477,44 +489,50 @@ def train(model, tokenizer, prompts, args):
             queue += [prompts[i] for i in torch.randperm(len(prompts))]
         batch, queue = queue[: args.prompts_per_step], queue[args.prompts_per_step :]
         with use(model, "actor"):
-            ids, attention_mask, mask, texts = complete(model, tokenizer, batch, args)  # (N, L), (N, L), (N, T)
+            ids, attention_mask, mask, texts, sampled_log_probs = complete(model, tokenizer, batch, args)  # (N, L), ...
         read = functools.partial(token_values, model, ids, attention_mask, mask, args)
 
-        # 2. Each of the four models reads the answers once.
-        scores, old_values = read("reward"), read("critic")  # (N, T)
-        old_log_probs, ref_log_probs = read("actor"), read(None)  # (N, T)
+        # 2. The two frozen models read the answers: the reward model's score at each token, the reference's log-probs.
+        scores, ref_log_probs = read("reward"), read(None)  # (N, T)
 
         # 3. Rewards: the score, less the KL token by token, less a penalty at the end of an answer that was cut off.
         score = torch.tensor(checked(last_token_scores(scores, mask), texts, step))  # (N,)
-        rewards = token_rewards(spread(scores, mask, args.score_on), old_log_probs, ref_log_probs, mask, args.kl_coef)
+        paid = spread(scores, mask, args.score_on)
+        rewards = token_rewards(paid, sampled_log_probs, ref_log_probs, mask, args.kl_coef)  # (N, T)
         cut_off = ~(ids[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(dim=1)  # (N,)
         rewards -= args.missing_eos_penalty * (last_token(mask) & cut_off[:, None])
 
-        # 4. Advantages: how much better than the critic expected did it go from here on?
-        raw_advantages, returns = gae(rewards, old_values, mask, args.gamma, args.lam)
-        advantages = whiten(raw_advantages, mask)
-
-        # 5. Update: num_ppo_epochs passes over the same answers, each of them one optimizer step.
-        for _ in range(args.num_ppo_epochs):
-            log_probs = read("actor", loss=policy_loss, targets=(old_log_probs, advantages), **clips)
-            values = read("critic", loss=value_loss, targets=(old_values, returns), weight=args.vf_coef, **value_clip)
+        # 4. Update: num_ppo_epochs passes over the same answers, each of them one optimizer step. To read with a loss
+        #    is to add up its gradient. What the first pass reads, before any update, is the old policy and the old
+        #    values of all passes.
+        old_log_probs = old_values = None
+        for epoch in range(args.num_ppo_epochs):
+            values = read("critic", loss=critic_loss, old=old_values, target=rewards, weight=args.vf_coef)  # (N, T)
+            if epoch == 0:
+                old_values = values
+                # Advantages: how much better than the critic expected did it go from here on?
+                raw_advantages, returns = gae(rewards, old_values, mask, args.gamma, args.lam)
+                advantages = whiten(raw_advantages, mask)
+            log_probs = read("actor", loss=actor_loss, old=old_log_probs, target=advantages)  # (N, T)
+            if epoch == 0:
+                old_log_probs = log_probs
             # Losses and metrics of the whole batch, not the mean of the micro-batches' means.
-            policy, metrics = policy_loss(log_probs, old_log_probs, advantages, mask, **clips)
-            critic, value_metrics = value_loss(values, old_values, returns, mask, **value_clip)
+            policy, metrics = actor_loss(log_probs, old_log_probs, advantages, mask)
+            critic, value_metrics = critic_loss(values, old_values, rewards, mask)
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not (policy.isfinite() and critic.isfinite() and grad_norm.isfinite()):
                 raise ArithmeticError(f"step {step}: losses {policy} and {critic}, norm of the gradient {grad_norm}")
             optimizer.step()
             optimizer.zero_grad()
 
-        # 6. Report.
+        # 5. Report: losses, clip shares and gradient as the last pass saw them before its update.
         kept = mask.bool()
         metrics |= value_metrics | {"loss/policy": policy, "loss/value": critic, "grad_norm": grad_norm}
         metrics |= {"score": score.mean(), "happiness": sum(map(happiness, texts)) / len(texts)}
-        errors, spread_of_returns = (x[kept].var(correction=0) for x in (raw_advantages, returns))  # return - value
-        metrics["explained_variance"] = 1 - errors / spread_of_returns.clamp(min=1e-8)
-        metrics["kl"] = masked_mean(old_log_probs - ref_log_probs, kept)
-        metrics["entropy"] = masked_mean(-old_log_probs, kept)
+        errors, total = (x[kept].var(correction=0) for x in (raw_advantages, returns))  # returns - old_values is raw
+        metrics["explained_variance"] = 1 - errors / total.clamp(min=1e-8)
+        metrics["kl"] = masked_mean(sampled_log_probs - ref_log_probs, kept)
+        metrics["entropy"] = masked_mean(-sampled_log_probs, kept)
         metrics["completions/mean_length"] = mask.sum(dim=1).float().mean()
         metrics["completions/clipped_ratio"] = cut_off.float().mean()
         yield {"step": step, "samples": step * len(ids), **metrics}
@@ -553,7 +571,7 @@ def parse_args(argv):
         help="bound on the ratio for negative advantages; none = no bound",
     )
     add("--cliprange-value", type=float, default=0.2, help="clip range of the value around the old one")
-    add("--vf-coef", type=float, default=0.1, help="weight of the value loss; the gradient clip is over both")
+    add("--vf-coef", type=float, default=0.1, help="weight of the value loss, felt where the gradient is clipped")
     add("--gamma", type=float, default=1.0, help="discount per token")
     add("--lam", type=float, default=0.95, help="lambda of GAE")
     add("--missing-eos-penalty", type=float, default=0.0, help="subtracted from the reward of an answer without EOS")

@@ -457,7 +457,7 @@ def by_heart(sequence, vocabulary=10):
 
 def test_A1_the_model_continues_the_quick_brown_fox(tiny):
     model, tokenizer = tiny
-    *_, mask, texts = grpo.complete(
+    *_, mask, texts, _ = grpo.complete(
         model, tokenizer, ["The quick brown fox jumped over the"], options(max_completion_length=2)
     )
     assert mask.shape[1] <= 2 and isinstance(texts[0], str)
@@ -467,7 +467,7 @@ def test_A2_the_tokenizer_ends_a_text_with_eos_but_no_eos_stands_inside_what_the
     model, tokenizer = tiny
     assert tokenizer("The dog").input_ids[-1] == tokenizer.eos_token_id, "as babyllama's tokenizer does"
     torch.manual_seed(0)
-    ids, attention_mask, mask, texts = grpo.complete(model, tokenizer, grpo.HELD_OUT_PROMPTS * 2, options())
+    ids, attention_mask, mask, texts, _ = grpo.complete(model, tokenizer, grpo.HELD_OUT_PROMPTS * 2, options())
     prompt, answers = ids[:, : -mask.shape[1]], ids[:, -mask.shape[1] :]
     assert not (prompt == tokenizer.eos_token_id).any(), "an EOS after the prompt says that the story is over"
     assert (answers == tokenizer.eos_token_id).any() and not any(tokenizer.eos_token in text for text in texts)
@@ -520,7 +520,7 @@ def test_A6_the_log_prob_of_a_token_is_read_one_position_before_it():
 
 def test_A7_a_row_has_the_same_log_probs_alone_and_in_a_left_padded_batch(tiny):
     model, tokenizer = tiny
-    ids, attention_mask, mask, _ = grpo.complete(model, tokenizer, ["The dog", grpo.HELD_OUT_PROMPTS[1]], options())
+    ids, attention_mask, mask, *_ = grpo.complete(model, tokenizer, ["The dog", grpo.HELD_OUT_PROMPTS[1]], options())
     assert (attention_mask[0] == 0).any(), "the first prompt is the shorter one"
     T, n = mask.shape[1], int(mask[0].sum())
     with torch.no_grad():
@@ -537,7 +537,7 @@ def test_A7_every_keyword_that_the_model_is_given_is_one_that_it_names(tiny, mon
     given, named = [], inspect.signature(type(model).forward).parameters
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda **keywords: given.append(set(keywords)) or forward(**keywords))
-    ids, attention_mask, mask, _ = grpo.complete(model, tokenizer, ["The dog"], options(max_completion_length=2))
+    ids, attention_mask, mask, *_ = grpo.complete(model, tokenizer, ["The dog"], options(max_completion_length=2))
     grpo.token_log_probs(model, ids, attention_mask, mask.shape[1])
     for keywords in given:
         assert {"attention_mask", "position_ids"} <= keywords <= set(named), "it ignores others without a word"
@@ -586,7 +586,7 @@ def test_positions_are_counted_from_the_first_real_token():
     padded, alone = (grpo.token_log_probs(model, x, (x != 0).long(), 3) for x in (ids, ids[:1, 3:]))
     assert near(padded[:1], alone), "a model that learned its positions is right under left padding, too"
     cold = {"temperature": 1e-4, "eos_token_id": 99, "pad_token_id": 0}
-    padded, alone = (grpo.sample(model, x, (x != 0).long(), 4, **cold) for x in (ids, ids[:1, 3:]))
+    padded, alone = (grpo.sample(model, x, (x != 0).long(), 4, **cold)[0] for x in (ids, ids[:1, 3:]))
     assert torch.equal(padded[:1], alone), "and so is what it writes"
     whole = torch.cat([ids[:1, 3:], alone], 1)
     assert (grpo.token_log_probs(model, whole, torch.ones_like(whole), 4, 1e-4) > -0.1).all(), "one position a step"
@@ -594,7 +594,7 @@ def test_positions_are_counted_from_the_first_real_token():
 
 def test_B1_before_the_first_update_the_ratio_is_exactly_1_and_the_kl_exactly_0():
     model, tokenizer = with_lora()
-    ids, attention_mask, mask, _ = grpo.complete(model, tokenizer, ["The dog", *grpo.HELD_OUT_PROMPTS[:3]], options())
+    ids, attention_mask, mask, *_ = grpo.complete(model, tokenizer, ["The dog", *grpo.HELD_OUT_PROMPTS[:3]], options())
     new = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1])  # with gradient, as in the update
     with torch.no_grad():
         old = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1])
@@ -618,7 +618,7 @@ def test_sampling_draws_from_the_whole_vocabulary_not_from_the_50_likeliest():
     model, logits = minimal_model(200), torch.linspace(0, 0.1, 200)  # nearly the same, but no ties for a top-k
     model.forward = lambda **_: SimpleNamespace(logits=logits.expand(2000, 1, 200))
     prompt = torch.ones(2000, 1, dtype=torch.long)
-    ids = grpo.sample(model, prompt, prompt, 1, eos_token_id=2, pad_token_id=0)
+    ids, _ = grpo.sample(model, prompt, prompt, 1, eos_token_id=2, pad_token_id=0)
     assert ids.unique().numel() > 190, "2000 draws from 200 likely tokens miss hardly any; top_k=50 misses 150"
 
 
@@ -628,7 +628,7 @@ def test_sampling_draws_from_the_softmax_at_its_temperature(temperature):
     model, logits, n = minimal_model(4), torch.tensor([0.0, 1.0, 2.0, -1.0]), 20_000
     model.forward = lambda **_: SimpleNamespace(logits=logits.expand(n, 1, 4))
     prompt = torch.ones(n, 1, dtype=torch.long)
-    ids = grpo.sample(model, prompt, prompt, 1, temperature=temperature, eos_token_id=9, pad_token_id=0)
+    ids, _ = grpo.sample(model, prompt, prompt, 1, temperature=temperature, eos_token_id=9, pad_token_id=0)
     frequency = torch.bincount(ids.flatten(), minlength=4) / n
     assert near(frequency, (logits / temperature).softmax(0), 0.015), "four standard errors are 0.014"
 
@@ -637,9 +637,9 @@ def test_complete_samples_from_the_padded_prompts_at_the_temperature_and_decodes
     model, tokenizer = tiny
     answers = torch.tensor([[50, 60, 70, 80], [51, 61, 2, 90]])  # what stands behind the EOS, 2, is not decoded
     calls = []
-    monkeypatch.setattr(grpo, "sample", lambda *args, **more: calls.append((args, more)) or answers)
+    monkeypatch.setattr(grpo, "sample", lambda *args, **more: calls.append((args, more)) or (answers, "log-probs"))
     prompts = ["The dog", "Every morning the old farmer"]
-    ids, attention_mask, mask, texts = grpo.complete(model, tokenizer, prompts, options(temperature=0.7))
+    ids, attention_mask, mask, texts, log_probs = grpo.complete(model, tokenizer, prompts, options(temperature=0.7))
     [(args, more)] = calls
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
     assert args[0] is model and torch.equal(args[1], prompt.input_ids) and torch.equal(args[2], prompt.attention_mask)
@@ -648,7 +648,7 @@ def test_complete_samples_from_the_padded_prompts_at_the_temperature_and_decodes
     assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]] and texts == tokenizer.batch_decode(
         [[50, 60, 70, 80], [51, 61]]
     )
-    assert torch.equal(ids, torch.cat([prompt.input_ids, answers], 1))
+    assert torch.equal(ids, torch.cat([prompt.input_ids, answers], 1)) and log_probs == "log-probs"
     assert torch.equal(attention_mask, torch.cat([prompt.attention_mask, mask], 1)), "prompt and answer are attended to"
 
 
@@ -658,17 +658,26 @@ def test_sampling_never_draws_a_token_of_probability_0(monkeypatch, u):
     model, prompt = minimal_model(4), torch.ones(1, 1, dtype=torch.long)
     model.forward = lambda **_: SimpleNamespace(logits=torch.tensor([[[-math.inf, 0.0, 1.0, -math.inf]]]))
     monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, u))
-    assert grpo.sample(model, prompt, prompt, 1, eos_token_id=9, pad_token_id=0).item() == (2 if u else 1)
+    assert grpo.sample(model, prompt, prompt, 1, eos_token_id=9, pad_token_id=0)[0].item() == (2 if u else 1)
 
 
 def test_sampling_pads_behind_the_eos_and_stops_when_every_row_has_one(tiny):
     model, tokenizer = tiny
     torch.manual_seed(0)
     batch = tokenizer(["The dog"] * 32, add_special_tokens=False, return_tensors="pt")
-    ids = grpo.sample(model, batch.input_ids, batch.attention_mask, 200, eos_token_id=2, pad_token_id=0)
+    ids, _ = grpo.sample(model, batch.input_ids, batch.attention_mask, 200, eos_token_id=2, pad_token_id=0)
     behind = grpo.completion_mask(ids, 2) == 0
     assert (ids[behind] == 0).all() and ids.shape[1] < 200
     assert (ids[~behind] != 0).all(), "a real model does not write <pad>"
+
+
+def test_the_log_probs_that_sampling_returns_are_those_of_a_pass_over_the_whole_text(tiny):
+    model, tokenizer = tiny
+    prompts = ["The dog", *grpo.HELD_OUT_PROMPTS[:3]]
+    ids, attention_mask, mask, _, drawn = grpo.complete(model, tokenizer, prompts, options(temperature=0.7))
+    with torch.no_grad():
+        log_probs = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1], 0.7)
+    assert drawn.shape == mask.shape and near(drawn[mask.bool()], log_probs[mask.bool()], 1e-4), "but for rounding"
 
 
 def test_greedy_steps_with_the_cache_agree_with_a_pass_over_the_whole_text(tiny):
@@ -677,7 +686,7 @@ def test_greedy_steps_with_the_cache_agree_with_a_pass_over_the_whole_text(tiny)
         ["The dog", grpo.HELD_OUT_PROMPTS[1]], add_special_tokens=False, padding=True, return_tensors="pt"
     )
     special = {"eos_token_id": 2, "pad_token_id": 0, "temperature": 1e-4}  # so cold that the likeliest token wins
-    ids = grpo.sample(model, batch.input_ids, batch.attention_mask, 6, **special)
+    ids, _ = grpo.sample(model, batch.input_ids, batch.attention_mask, 6, **special)
     mask = grpo.completion_mask(ids, 2)
     full, attention = torch.cat([batch.input_ids, ids], 1), torch.cat([batch.attention_mask, mask], 1)
     with torch.no_grad():
@@ -706,7 +715,7 @@ LEARNING = {"steps": 12, "size": []}  # how long, and with which options, the ru
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, started_process):
     """(folder, summary) of a run that is long enough to learn something."""
     out = tmp_path_factory.mktemp("runs") / "grpo"
     return out, run_grpo(out, **LEARNING)
@@ -716,7 +725,8 @@ def test_A15_training_makes_the_stories_happier_by_5_standard_errors(trained):
     before, after = trained[1]["happiness_before"], trained[1]["happiness_after"]
     error = math.hypot(before["standard_error"], after["standard_error"])
     assert after["mean"] - before["mean"] > 5 * error, f"{before} -> {after}"
-    assert before["n"] == after["n"] == 256 and trained[1]["kl_before"]["mean"] == 0 < trained[1]["kl_after"]["mean"]
+    assert before["n"] == after["n"] == 256
+    assert abs(trained[1]["kl_before"]["mean"]) < 1e-5 < trained[1]["kl_after"]["mean"], "0 but for rounding, then more"
 
 
 def test_a_run_starts_at_ratio_1_and_kl_0_and_leaves_metrics_and_a_summary(trained):
@@ -729,77 +739,6 @@ def test_a_run_starts_at_ratio_1_and_kl_0_and_leaves_metrics_and_a_summary(train
     saved = json.loads((out / "summary.json").read_text())
     assert saved["happiness_after"] == summary["happiness_after"] and saved["stopped"] is None
     assert {p.name for p in out.parent.iterdir()} == {"grpo"}, "nothing half-written is left beside it"
-
-
-# Loads models in a process of its own, which has another seed and no network.
-NEW_PROCESS = """
-import json, shutil, sys, time
-from argparse import Namespace
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-import grpo
-
-base, grpo_run, reward_run, rows, full, cache = json.loads(sys.argv[1])
-found = {"loaded": []}
-for _ in ("empty", "full"):
-    args = Namespace(model=None, device=torch.device("cpu"), dtype=torch.float32, lora_targets=["q_proj"])
-    start = time.time()
-    grpo.load(args)
-    found["loaded"].append((args.model, time.time() - start))
-    shutil.copytree(full, cache)
-    full, cache = cache, cache + "2"
-torch.manual_seed(123)
-with torch.no_grad():
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    logits = PeftModel.from_pretrained(model, grpo_run)(input_ids=torch.tensor(rows[:1])).logits
-    found["log_probs"] = logits.log_softmax(-1)[0, :-1].gather(1, torch.tensor(rows[0])[1:, None]).sum().item()
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
-    model = PeftModel.from_pretrained(model, reward_run).eval()
-    found["scores"] = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
-print(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def new_process(tmp_path_factory, reward_run):
-    """What a new process finds: (its first line of output, {"loaded", "log_probs", "scores"}, the run, the rows)."""
-    folder = tmp_path_factory.mktemp("new_process")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
-        run_grpo(folder / "run", "--learning-rate", "0.05", steps=1)
-    hub = folder / "full" / "models--babylm--babyllama-100m-2024"
-    no_weights = shutil.ignore_patterns("work", "*.py", "*.md")
-    shutil.copytree(HERE / "tiny_llama", hub / "snapshots" / ("0" * 40), ignore=no_weights)
-    (hub / "refs").mkdir()
-    (hub / "refs" / "main").write_text("0" * 40)
-    rows = [list(range(3, 23)), list(range(40, 45)) + [2]]
-    folders = [HERE / "tiny_llama", folder / "run", reward_run, rows, folder / "full", folder / "home" / "hub"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
-    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home")}  # nothing listens there
-    command = [sys.executable, "-c", NEW_PROCESS, json.dumps(folders, default=str)]
-    got = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
-    assert got.returncode == 0, got.stderr
-    first, *_, last = got.stdout.splitlines()
-    return first, json.loads(last), folder / "run", rows
-
-
-def test_the_saved_adapter_gives_the_same_log_probs_in_a_new_process(new_process):
-    _, found, out, rows = new_process
-    model, ids = PeftModel.from_pretrained(grpo.load(options())[0], out), torch.tensor(rows[:1])
-    with torch.no_grad():
-        here = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
-        with model.disable_adapter():
-            untrained = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
-    assert found["log_probs"] == pytest.approx(here, abs=1e-3) != pytest.approx(untrained, abs=1e-3)
-
-
-def test_without_a_network_the_default_is_the_cached_model_or_else_tiny_llama_and_soon(new_process):
-    first, found, *_ = new_process
-    assert "hub cannot be reached" in first and "tiny_llama" in first, "the first line of output says so"
-    (empty, seconds), (full, _) = found["loaded"]
-    assert empty == "tiny_llama" and seconds < 30, "8 s for the hub to answer, not a minute of retries"
-    assert full == "babylm/babyllama-100m-2024", "a cached model is used"
 
 
 def test_the_same_seed_gives_the_same_metrics_and_another_one_does_not(tmp_path, quick):
@@ -824,12 +763,12 @@ def fixed_answers(tokenizer, prompts):
     answers = torch.tensor([*answers, [54, 63, 2, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1] * 5, [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]])
     ids, attention_mask = torch.cat([prompt.input_ids, answers], 1), torch.cat([prompt.attention_mask, mask], 1)
-    return ids, attention_mask, mask, list("abcdef")
+    return ids, attention_mask, mask, list("abcdef"), torch.full(mask.shape, -1.5)
 
 
 def alone(batch, i):
     """(ids, n) of a row of fixed_answers on its own: prompt and answer without padding; the n last are the answer."""
-    ids, attention_mask, mask, _ = batch
+    ids, attention_mask, mask, *_ = batch
     return ids[i : i + 1, attention_mask[i].bool()], int(mask[i].sum())
 
 
@@ -992,7 +931,7 @@ def test_the_judge_takes_16_answers_to_each_prompt_by_the_same_draws_and_their_m
     assert estimates["happiness"] == grpo.estimate(map(len, texts)) and estimates["happiness"]["n"] == 2 * 16
     assert shown == list(zip(grpo.HELD_OUT_PROMPTS, texts, strict=False))
     k1 = []
-    for ids, attention_mask, mask, _ in batches[:8]:
+    for ids, attention_mask, mask, *_ in batches[:8]:
         new = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1], 0.7).detach()
         with model.disable_adapter():
             k1.append((new - grpo.token_log_probs(model, ids, attention_mask, mask.shape[1], 0.7))[mask.bool()])
@@ -1536,7 +1475,7 @@ def test_a_cut_off_answer_gains_no_eos_in_the_file_of_pairs_and_a_finished_one_h
     for cut_off in (0, 1):
         answers = [row + [2] * (i != cut_off) for i, row in enumerate(ids)]
         answers = torch.tensor([row + [0] * (T - len(row)) for row in answers])
-        monkeypatch.setattr(dpo, "complete", lambda *_, answers=answers: (answers, None, torch.ones(2, T), texts))
+        monkeypatch.setattr(dpo, "complete", lambda *_, answers=answers: (answers, None, torch.ones(2, T), texts, None))
         made = dpo.make_pairs(None, tokenizer, ["A bear"], SimpleNamespace(num_generations=2))
         (tmp_path / "pairs.jsonl").write_text(json.dumps(made[0]))
         (pair,) = dpo.encode_pairs(tokenizer, dpo.read_pairs(tmp_path / "pairs.jsonl"), 256)
@@ -1547,7 +1486,7 @@ def test_a_cut_off_answer_gains_no_eos_in_the_file_of_pairs_and_a_finished_one_h
 def test_a_pair_is_the_happiest_and_the_gloomiest_answer_and_a_tie_makes_none(monkeypatch):
     texts = [" so sad", " ran", " a happy friend", " glad", " ran", " sat", " ran", " sat"]
     ids = torch.tensor([[7, 2], [7, 7], [7, 7], [7, 2]] + [[7, 2]] * 4)  # 2 is the EOS
-    monkeypatch.setattr(dpo, "complete", lambda *_: (ids, None, torch.ones(8, 2), texts))
+    monkeypatch.setattr(dpo, "complete", lambda *_: (ids, None, torch.ones(8, 2), texts, None))
     tokenizer = SimpleNamespace(eos_token_id=2)
     pairs = dpo.make_pairs(None, tokenizer, ["A bear", "A cat"], SimpleNamespace(num_generations=4))
     assert pairs == [{"prompt": "A bear", "chosen": " a happy friend", "rejected": " so sad", "chosen_truncated": True}]
@@ -2221,7 +2160,7 @@ def test_the_answers_come_from_the_model_without_its_adapter_and_the_rater_ranks
         assert prompts == ["A"] * 3 + ["B"] * 3, "the answers to one prompt are side by side"
         logits, plain = sampler(input_ids=ids[3:]).logits, tiny[0](input_ids=ids[3:]).logits
         close(logits, plain, "without the adapter that is being trained", 1e-4)
-        return ids, mask, mask[:, 2:], texts
+        return ids, mask, mask[:, 2:], texts, None
 
     monkeypatch.setattr(reward_model, "complete", complete)
     groups = reward_model.ranked_answers(model, tokenizer, ["A", "B"], 3, args)
@@ -2334,6 +2273,87 @@ def reward_run(tmp_path_factory):
         summary = reward_model.main(["--model", "tiny_llama", "--device", "cpu", "--out", str(out), *few])
     assert summary["steps"] == 2 and summary["samples"] == 2 * 4 * 4 and 0 <= summary["accuracy_after"]["mean"] <= 1
     return out
+
+
+# Loads models in a process of its own, which has another seed and no network.
+NEW_PROCESS = """
+import json, shutil, sys, time
+from argparse import Namespace
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+import grpo
+
+base, grpo_run, reward_run, rows, full, cache = json.loads(sys.argv[1])
+found = {"loaded": []}
+for _ in ("empty", "full"):
+    args = Namespace(model=None, device=torch.device("cpu"), dtype=torch.float32, lora_targets=["q_proj"])
+    start = time.time()
+    grpo.load(args)
+    found["loaded"].append((args.model, time.time() - start))
+    shutil.copytree(full, cache)
+    full, cache = cache, cache + "2"
+torch.manual_seed(123)
+with torch.no_grad():
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    logits = PeftModel.from_pretrained(model, grpo_run)(input_ids=torch.tensor(rows[:1])).logits
+    found["log_probs"] = logits.log_softmax(-1)[0, :-1].gather(1, torch.tensor(rows[0])[1:, None]).sum().item()
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, reward_run).eval()
+    found["scores"] = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def started_process(tmp_path_factory, reward_run):
+    """(process, folder of a run, rows): it takes a while, much of it waiting, so it is started before it is needed."""
+    folder = tmp_path_factory.mktemp("new_process")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
+        run_grpo(folder / "run", "--learning-rate", "0.05", steps=1)
+    hub = folder / "full" / "models--babylm--babyllama-100m-2024"
+    no_weights = shutil.ignore_patterns("work", "*.py", "*.md")
+    shutil.copytree(HERE / "tiny_llama", hub / "snapshots" / ("0" * 40), ignore=no_weights)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("0" * 40)
+    rows = [list(range(3, 23)), list(range(40, 45)) + [2]]
+    folders = [HERE / "tiny_llama", folder / "run", reward_run, rows, folder / "full", folder / "home" / "hub"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
+    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home")}  # nothing listens there
+    command = [sys.executable, "-c", NEW_PROCESS, json.dumps(folders, default=str)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=HERE, **pipes) as process:
+        yield process, folder / "run", rows
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def new_process(started_process):
+    """What a new process finds: (its first line of output, {"loaded", "log_probs", "scores"}, the run, the rows)."""
+    process, run, rows = started_process
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    first, *_, last = out.splitlines()
+    return first, json.loads(last), run, rows
+
+
+def test_the_saved_adapter_gives_the_same_log_probs_in_a_new_process(new_process):
+    _, found, out, rows = new_process
+    model, ids = PeftModel.from_pretrained(grpo.load(options())[0], out), torch.tensor(rows[:1])
+    with torch.no_grad():
+        here = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
+        with model.disable_adapter():
+            untrained = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
+    assert found["log_probs"] == pytest.approx(here, abs=1e-3) != pytest.approx(untrained, abs=1e-3)
+
+
+def test_without_a_network_the_default_is_the_cached_model_or_else_tiny_llama_and_soon(new_process):
+    first, found, *_ = new_process
+    assert "hub cannot be reached" in first and "tiny_llama" in first, "the first line of output says so"
+    (empty, seconds), (full, _) = found["loaded"]
+    assert empty == "tiny_llama" and seconds < 30, "8 s for the hub to answer, not a minute of retries"
+    assert full == "babylm/babyllama-100m-2024", "a cached model is used"
 
 
 def test_the_saved_adapter_scores_the_same_in_a_new_process(reward_run, new_process, tmp_path):
@@ -2704,7 +2724,7 @@ def four(trained_reward_model, tmp_path):
     model = get_peft_model(model, config, adapter_name="actor").eval()
     ppo.add_reward_model(model, trained_reward_model[0], args)
     torch.manual_seed(0)
-    ids, attention_mask, mask, _ = ppo.complete(model, tokenizer, ppo.PROMPTS[:5], args)
+    ids, attention_mask, mask, *_ = ppo.complete(model, tokenizer, ppo.PROMPTS[:5], args)
     return args, model, tokenizer, (ids, attention_mask, mask.shape[1])
 
 
@@ -2780,23 +2800,15 @@ def test_B3_training_one_leaves_the_others_bit_equal(four, trained, others):
 
 
 @torch.no_grad()
-def test_token_values_reads_the_critic_before_a_token_and_the_reward_at_it_also_where_columns_are_padding(
-    four, monkeypatch
-):
+def test_token_values_reads_the_critic_before_a_token_and_the_reward_at_it_also_where_columns_are_padding(four):
     args, model, tokenizer, _ = four
     off_zero(model, "actor")
     torch.nn.init.normal_(model.heads["critic"].weight)  # else the critic would be the reward model
     batch = fixed_answers(tokenizer, ["The dog", "Every morning the old farmer"] * 3)
-    ids, attention_mask, mask, _ = batch
+    ids, attention_mask, mask, *_ = batch
     wide = [torch.nn.functional.pad(x, (0, 2)) for x in (ids, attention_mask, mask)]  # 2 columns of padding for all
     args.temperature = 0.7
-    gradients, token_log_probs, token_scores = [], ppo.token_log_probs, ppo.token_scores
-    monkeypatch.setattr(
-        ppo, "token_log_probs", lambda *x: gradients.append(torch.is_grad_enabled()) or token_log_probs(*x)
-    )
-    monkeypatch.setattr(ppo, "token_scores", lambda *x: gradients.append(torch.is_grad_enabled()) or token_scores(*x))
     read = {role: ppo.token_values(model, *wide, args, role) for role in ("actor", None, "reward", "critic")}
-    assert gradients == [True, True, False, False, False, False, True, True], "what trains runs with gradients on"
     for role, values in read.items():
         assert values.shape == (6, 7) and values.dtype == torch.float32
         with ppo.use(model, role):
@@ -2814,16 +2826,16 @@ def test_token_values_reads_the_critic_before_a_token_and_the_reward_at_it_also_
 def test_token_values_adds_up_the_gradient_of_a_loss_over_the_micro_batches(four):
     args, model, tokenizer, _ = four
     off_zero(model, "actor")
-    ids, attention_mask, mask, _ = fixed_answers(tokenizer, ["The dog", "Every morning the old farmer"] * 3)
-    target, params = torch.randn(6, 5), trained_parameters(model)
+    ids, attention_mask, mask, *_ = fixed_answers(tokenizer, ["The dog", "Every morning the old farmer"] * 3)
+    old, target, params = torch.randn(6, 5), torch.randn(6, 5), trained_parameters(model)
 
-    def loss(new, target, mask, normalizer, power):
-        return (torch.where(mask.bool(), new - target, 0.0).abs() ** power).sum() / normalizer, {}
+    def loss(new, old, target, mask, normalizer):
+        return (torch.where(mask.bool(), new + 2 * old - target, 0.0).abs() ** 3).sum() / normalizer, {}
 
     for role in ("actor", "critic"):
         results = []
         for args.micro_batch_size in (6, 4, 1):
-            with_loss = {"loss": loss, "targets": (target,), "weight": 0.5, "power": 3}
+            with_loss = {"loss": loss, "old": old, "target": target, "weight": 0.5}
             values = ppo.token_values(model, ids, attention_mask, mask, args, role, **with_loss)
             assert not values.requires_grad
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
@@ -2837,7 +2849,7 @@ def test_token_values_adds_up_the_gradient_of_a_loss_over_the_micro_batches(four
                 new = ppo.token_log_probs(model, ids, attention_mask, 5)
             else:
                 new = ppo.token_scores(model, model.heads["critic"], ids, attention_mask)[:, -6:-1]
-        whole = 0.5 * loss(new, target, mask, 21, 3)[0]  # 21 tokens
+        whole = 0.5 * loss(new, old, target, mask, 21)[0]  # 21 tokens
         grads = torch.autograd.grad(whole, params, allow_unused=True)
         grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(params, grads, strict=True)]
         gradient = torch.cat([grad.flatten() for grad in grads])
@@ -2865,15 +2877,16 @@ def test_a_loss_of_ppo_that_is_not_finite_stops_training_and_names_the_step(four
     args, model, tokenizer, _ = four
     args.steps = 2
     monkeypatch.setattr(ppo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
-    steps = ppo.train(model, tokenizer, ppo.PROMPTS, args)
-    assert next(steps)["step"] == 1
-    real = getattr(ppo, broken)
+    real, factor = getattr(ppo, broken), 1
 
     def loss(*args, **more):
         value, metrics = real(*args, **more)
-        return value * math.nan, metrics
+        return value * factor, metrics
 
     monkeypatch.setattr(ppo, broken, loss)
+    steps = ppo.train(model, tokenizer, ppo.PROMPTS, args)
+    assert next(steps)["step"] == 1
+    factor = math.nan
     with pytest.raises(ArithmeticError, match="step 2"):
         next(steps)
 
@@ -2886,7 +2899,7 @@ def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, mo
     args.score_on, args.missing_eos_penalty, args.kl_coef, args.vf_coef = score_on, 0.25, 0.2, vf_coef
     args.clip_low, args.clip_high, args.clip_dual, args.cliprange_value = 0.02, 0.03, 1.05, 0.1
     args.gamma, args.lam = 0.9, 0.8
-    batches, sampled_by = [], []
+    batches, sampled_by, drawn = [], [], -1.5  # the log-prob that complete() gives each token
 
     def complete(model, tokenizer, prompts, args):
         batches.append(fixed_answers(tokenizer, prompts))
@@ -2922,7 +2935,7 @@ def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, mo
         old_values, paid = [s[:-1] for s in scores("critic")], [s[1:] for s in scores("reward")]
     raw = []
     for i in range(6):
-        n, kl = len(old[i]), old[i] - ref[i]
+        n, kl = len(old[i]), drawn - ref[i]
         spread = {"last": torch.zeros(n), "every": paid[i], "mean": paid[i].mean().expand(n)}[score_on].clone()
         spread[-1] += paid[i][-1] if score_on == "last" else 0.0
         rewards = spread - 0.2 * kl
@@ -2960,7 +2973,7 @@ def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, mo
     expected = {"loss/policy": policy, "loss/value": critic, "grad_norm": norm, "approx_kl": moved.mean()}
     expected |= {f"clip_ratio/{side}_mean": clipped[side] / 21 for side in ("low", "high", "dual")}
     expected |= {"vf_clip_ratio": clipped["value"] / 21, "score": sum(x[-1] for x in paid) / 6, "happiness": 1 / 6}
-    expected |= {"kl": (torch.cat(old) - torch.cat(ref)).mean(), "entropy": -torch.cat(old).mean()}
+    expected |= {"kl": (drawn - torch.cat(ref)).mean(), "entropy": -drawn}
     expected |= {"explained_variance": 1 - flat.var(correction=0) / returns.var(correction=0), "step": 1, "samples": 6}
     expected |= {"completions/mean_length": 21 / 6, "completions/clipped_ratio": 1 / 6}
     agree(record, expected)
@@ -2991,7 +3004,7 @@ def test_the_penalty_for_a_missing_eos_is_paid_at_the_end_of_answers_that_were_c
         torch.manual_seed(3)
         (metrics,) = ppo.train(model, tokenizer, ppo.PROMPTS, args)
     (free, *_), (fined, *_) = seen
-    ids, _, mask, _ = answers[0]
+    ids, _, mask, *_ = answers[0]
     cut_off = torch.tensor([tokenizer.eos_token_id not in row for row in ids[:, -mask.shape[1] :].tolist()])
     assert 0 < cut_off.sum() < len(cut_off), "some of these answers end and some are cut off"
     expected = torch.zeros(mask.shape)
