@@ -148,7 +148,7 @@ HELD_OUT_PROMPTS = ["The quick brown fox jumped over the", "Once upon a time the
 HELD_OUT_PROMPTS += ["The young king sat down by the river and", "It was a dark night and the little train"]
 HELD_OUT_PROMPTS += [opening.format(hero) for opening in OPENINGS for hero in ("little dog", "grey rabbit")]
 
-# A family a word: "happy" and "happily" count once.
+# Words joined by / are one family: "happy" and "happily" count once.
 CHEERFUL = """happy/happily/happiness/happier/happiest glad/gladly joy/joyful/joyfully cheerful/cheer/cheered/cheerfully
 smile/smiles/smiled/smiling laugh/laughs/laughed/laughing/laughter love/loves/loved/loving/lovely fun/funny
 play/plays/played/playing/playful friend/friends/friendly/friendship kind/kindly/kindness nice/nicely bright/brightly
@@ -762,4 +762,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        stop("interrupted before training began", 130)
+        stop("interrupted; nothing more is saved", 130)

@@ -71,7 +71,7 @@ def kl_divergence(log_probs, ref_log_probs, kl_estimator="k3"):
     With delta = log_probs - ref_log_probs:  k1 = delta,  k2 = delta^2 / 2,  k3 = exp(-delta) + delta - 1 (GRPO's).
     log_probs, ref_log_probs: (B, T) of tokens sampled from the policy. Returns (B, T) in nats.
     k1 and k3 are unbiased; k2 and k3 are never negative. k3's delta is clamped to +-20, so that exp cannot overflow.
-    Shown by A13 (0 at delta = 0, 0.367879 at 1, 0.718282 at -1) and A14 in test_losses.py.
+    Shown by A13 in test_losses.py: 0 at delta = 0, 0.367879 at 1, 0.718282 at -1.
     """
     delta = log_probs - ref_log_probs
     if kl_estimator == "k1":
@@ -649,4 +649,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        stop("interrupted; nothing is saved", 130)
+        stop("interrupted; nothing more is saved", 130)

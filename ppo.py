@@ -87,8 +87,8 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
 
     rewards, values, mask: (B, T); values[:, t] is the value of the text before token t. Both results are (B, T).
     The end of an answer is terminal: the value after its last token is 0. Masked places are skipped, holes too.
-    lam = 0: the one-step TD error. lam = 1: the rewards to come less the value. Above 0 a reward at the end reaches all
-    tokens.
+    lam = 0: the one-step TD error. lam = 1: the rewards to come less the value. With both above 0 a reward at the end
+    reaches all tokens.
     Shown by B11 in test_losses.py: rewards 0 0 1, values 0.5 give 0.45125 0.475 0.5.
     """
     mask = mask.bool()
@@ -179,7 +179,7 @@ HELD_OUT_PROMPTS = ["The quick brown fox jumped over the", "Once upon a time the
 HELD_OUT_PROMPTS += ["The young king sat down by the river and", "It was a dark night and the little train"]
 HELD_OUT_PROMPTS += [opening.format(hero) for opening in OPENINGS for hero in ("little dog", "grey rabbit")]
 
-# A family a word: "happy" and "happily" count once.
+# Words joined by / are one family: "happy" and "happily" count once.
 CHEERFUL = """happy/happily/happiness/happier/happiest glad/gladly joy/joyful/joyfully cheerful/cheer/cheered/cheerfully
 smile/smiles/smiled/smiling laugh/laughs/laughed/laughing/laughter love/loves/loved/loving/lovely fun/funny
 play/plays/played/playing/playful friend/friends/friendly/friendship kind/kindly/kindness nice/nicely bright/brightly
@@ -571,7 +571,7 @@ def parse_args(argv):
         help="bound on the ratio for negative advantages; none = no bound",
     )
     add("--cliprange-value", type=float, default=0.2, help="clip range of the value around the old one")
-    add("--vf-coef", type=float, default=0.1, help="weight of the value loss, felt where the gradient is clipped")
+    add("--vf-coef", type=float, default=0.1, help="weight of the value loss, felt only where the joint gradient is clipped")
     add("--gamma", type=float, default=1.0, help="discount per token")
     add("--lam", type=float, default=0.95, help="lambda of GAE")
     add("--missing-eos-penalty", type=float, default=0.0, help="subtracted from the reward of an answer without EOS")
@@ -820,4 +820,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        stop("interrupted before training began", 130)
+        stop("interrupted; nothing more is saved", 130)

@@ -2,7 +2,7 @@
 
     pip install matplotlib
     python docs/compare.py                          # tiny_llama: every run that runs/compare does not hold yet
-    python docs/compare.py --model DIR --only main  # another model: the four scripts at default options, one seed
+    python docs/compare.py --model DIR --only main --folder runs/other  # another model: the four scripts, one seed
 
 Tables and figures are made from the summary.json and metrics.jsonl of the runs alone. Figures: docs/*.svg.
 """
