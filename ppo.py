@@ -571,7 +571,7 @@ def parse_args(argv):
         help="bound on the ratio for negative advantages; none = no bound",
     )
     add("--cliprange-value", type=float, default=0.2, help="clip range of the value around the old one")
-    add("--vf-coef", type=float, default=0.1, help="weight of the value loss, felt only where the joint gradient is clipped")
+    add("--vf-coef", type=float, default=0.1, help="weight of the value loss, felt only where the gradient is clipped")
     add("--gamma", type=float, default=1.0, help="discount per token")
     add("--lam", type=float, default=0.95, help="lambda of GAE")
     add("--missing-eos-penalty", type=float, default=0.0, help="subtracted from the reward of an answer without EOS")

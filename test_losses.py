@@ -94,6 +94,11 @@ def test_A10_equal_rewards_give_loss_0_and_no_gradient():
     assert loss == 0 and (log_probs.grad == 0).all(), "advantage 0: no loss, no gradient"
 
 
+def test_two_answers_make_a_group():
+    # mean 0.5; sample std sqrt((0.25 + 0.25) / 1) = 0.707107; 0.5 / 0.707207 = 0.707007
+    assert near(grpo.group_advantages(torch.tensor([1.0, 0]), 2), [0.707007, -0.707007]), "num_generations=2 is allowed"
+
+
 def test_a_group_of_one_and_a_broken_group_are_refused():
     for rewards, size in (([1.0, 2.0], 1), ([1.0, 2.0, 3.0], 2)):
         with pytest.raises(ValueError, match="num_generations"):
@@ -328,6 +333,30 @@ def test_what_stands_under_mask_0_has_no_influence(garbage, level):
     assert loss == clean_loss and metrics == clean_metrics, f"{garbage} in the padding changed the loss or a metric"
     assert torch.equal(gradient, clean_gradient), f"{garbage} in the padding changed the gradient: NaN x 0 is NaN"
     assert (gradient[mask == 0] == 0).all(), "padding has gradient 0"
+
+
+@pytest.mark.parametrize("beyond", [20.5, 200.0])
+def test_log_ratios_beyond_20_count_as_20(beyond):
+    one, none = torch.ones(1, 1), row(0)
+    for side in (1, -1):
+        e = math.exp(20 * side)
+        loss, _ = grpo.grpo_loss(row(side * beyond), none, None, torch.ones(1), one, epsilon=None, beta=0)
+        assert near(loss / -e, 1, 1e-9), "ratio = exp(log-ratio within +-20)"
+        loss, _ = ppo.policy_loss(row(side * beyond), none, -one, one, clip_low=1.0, clip_dual=None)
+        assert near(loss / e, 1, 1e-9), "the same in PPO"
+        k3 = math.exp(-20 * side) + 20 * side - 1
+        assert near(grpo.kl_divergence(row(side * beyond), none) / k3, 1, 1e-9), "k3 of delta within +-20"
+
+
+def test_the_defaults_of_the_losses_are_those_of_their_sources():
+    def defaults(function):
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name: p.default for p in parameters if isinstance(p.default, float)}
+
+    assert defaults(grpo.grpo_loss) == {"epsilon": 0.2, "beta": 0.04}, "DeepSeekMath"
+    assert defaults(ppo.policy_loss) == {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0}, "PPO; dual clip"
+    assert defaults(ppo.value_loss) == {"cliprange_value": 0.2} and defaults(ppo.token_rewards) == {"kl_coef": 0.05}
+    assert defaults(ppo.gae) == {"gamma": 1.0, "lam": 0.95}
 
 
 @pytest.mark.parametrize("log_ratio", [200.0, -200.0])
@@ -711,7 +740,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
 
 
-LEARNING = {"steps": 12, "size": []}  # how long, and with which options, the run of test_A15 trains
+LARGE = ["--micro-batch-size", "64"]  # a small model is faster in large ones
+LEARNING = {"steps": 12, "size": LARGE}  # how long, and with which options, the run of test_A15 trains
 
 
 @pytest.fixture(scope="module")
@@ -3003,7 +3033,7 @@ def test_the_penalty_for_a_missing_eos_is_paid_at_the_end_of_answers_that_were_c
     for args.missing_eos_penalty in (0.0, 5.0):
         torch.manual_seed(3)
         (metrics,) = ppo.train(model, tokenizer, ppo.PROMPTS, args)
-    (free, *_), (fined, *_) = seen
+    free, fined = [rewards for rewards, *_ in seen if len(rewards) == 12][::2]  # the others are micro-batches of 4
     ids, _, mask, *_ = answers[0]
     cut_off = torch.tensor([tokenizer.eos_token_id not in row for row in ids[:, -mask.shape[1] :].tolist()])
     assert 0 < cut_off.sum() < len(cut_off), "some of these answers end and some are cut off"
@@ -3097,7 +3127,9 @@ def gain_in_standard_errors(summary):
 def learned_reward_model(tmp_path_factory):
     """(folder, summary) of a reward model that was trained for long enough to be of use."""
     out = tmp_path_factory.mktemp("runs") / "reward_model"
-    return out, reward_model.main(["--model", "tiny_llama", "--out", str(out), "--rankings", "240", "--steps", "48"])
+    return out, reward_model.main(
+        ["--model", "tiny_llama", "--out", str(out), "--rankings", "240", "--steps", "48", *LARGE]
+    )
 
 
 def test_the_reward_model_orders_4_of_5_held_out_pairs_rightly(learned_reward_model):
@@ -3108,12 +3140,14 @@ def test_the_reward_model_orders_4_of_5_held_out_pairs_rightly(learned_reward_mo
 
 def test_B12_ppo_makes_the_stories_happier_by_5_standard_errors(learned_reward_model, tmp_path):
     options = ["--model", "tiny_llama", "--reward-model", str(learned_reward_model[0]), "--steps", "9"]
-    summary = ppo.main([*options, "--out", str(tmp_path / "ppo")])
+    summary = ppo.main([*options, *LARGE, "--out", str(tmp_path / "ppo")])
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
 
 
 def test_dpo_orders_4_of_5_held_out_pairs_and_makes_the_stories_happier_by_5_standard_errors(tmp_path):
-    summary = dpo.main(["--model", "tiny_llama", "--out", str(tmp_path / "dpo"), "--pairs", "224", "--steps", "30"])
+    summary = dpo.main(
+        ["--model", "tiny_llama", "--out", str(tmp_path / "dpo"), "--pairs", "224", "--steps", "30", *LARGE]
+    )
     assert summary["rewards/accuracies_after"]["mean"] >= 0.8, summary["rewards/accuracies_after"]
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
 
