@@ -740,37 +740,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
 
 
-LARGE = ["--micro-batch-size", "64"]  # a small model is faster in large ones
-LEARNING = {"steps": 12, "size": LARGE}  # how long, and with which options, the run of test_A15 trains
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, started_process):
-    """(folder, summary) of a run that is long enough to learn something."""
-    out = tmp_path_factory.mktemp("runs") / "grpo"
-    return out, run_grpo(out, **LEARNING)
-
-
-def test_A15_training_makes_the_stories_happier_by_5_standard_errors(trained):
-    before, after = trained[1]["happiness_before"], trained[1]["happiness_after"]
-    error = math.hypot(before["standard_error"], after["standard_error"])
-    assert after["mean"] - before["mean"] > 5 * error, f"{before} -> {after}"
-    assert before["n"] == after["n"] == 256
-    assert abs(trained[1]["kl_before"]["mean"]) < 1e-5 < trained[1]["kl_after"]["mean"], "0 but for rounding, then more"
-
-
-def test_a_run_starts_at_ratio_1_and_kl_0_and_leaves_metrics_and_a_summary(trained):
-    out, summary = trained
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, LEARNING["steps"] + 1))
-    assert records[-1]["samples"] == LEARNING["steps"] * 8 * 8, "8 prompts a step, 8 answers each"
-    assert records[0]["kl"] == records[0]["approx_kl"] == 0 < records[-1]["kl"], "the adapter starts at B = 0"
-    assert abs(records[0]["loss"]) < 1e-5 < records[0]["grad_norm"], "the loss starts at 0, its gradient does not"
-    saved = json.loads((out / "summary.json").read_text())
-    assert saved["happiness_after"] == summary["happiness_after"] and saved["stopped"] is None
-    assert {p.name for p in out.parent.iterdir()} == {"grpo"}, "nothing half-written is left beside it"
-
-
 def test_the_same_seed_gives_the_same_metrics_and_another_one_does_not(tmp_path, quick):
     metrics = []
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
@@ -2336,8 +2305,8 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def started_process(tmp_path_factory, reward_run):
-    """(process, folder of a run, rows): it takes a while, much of it waiting, so it is started before it is needed."""
+def new_process(tmp_path_factory, reward_run):
+    """What a new process finds: (its first line of output, {"loaded", "log_probs", "scores"}, the run, the rows)."""
     folder = tmp_path_factory.mktemp("new_process")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
@@ -2352,20 +2321,10 @@ def started_process(tmp_path_factory, reward_run):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home")}  # nothing listens there
     command = [sys.executable, "-c", NEW_PROCESS, json.dumps(folders, default=str)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, cwd=HERE, **pipes) as process:
-        yield process, folder / "run", rows
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def new_process(started_process):
-    """What a new process finds: (its first line of output, {"loaded", "log_probs", "scores"}, the run, the rows)."""
-    process, run, rows = started_process
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    first, *_, last = out.splitlines()
-    return first, json.loads(last), run, rows
+    got = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
+    assert got.returncode == 0, got.stderr
+    first, *_, last = got.stdout.splitlines()
+    return first, json.loads(last), folder / "run", rows
 
 
 def test_the_saved_adapter_gives_the_same_log_probs_in_a_new_process(new_process):
@@ -3118,36 +3077,94 @@ def test_a_run_leaves_an_actor_that_peft_can_load(tmp_path, trained_reward_model
 # ================================================================ learning, end to end
 
 
+# The four scripts, long enough to learn something, in two processes beside the other tests. A small model gains next to
+# nothing from a second thread.
+LEARN = """
+import importlib, json, sys
+
+for script in sys.argv[2].split():
+    options = ["--model", "tiny_llama", "--out", f"{sys.argv[1]}/{script}"]
+    if script == "grpo":
+        options += ["--steps", "12"]
+    if script == "reward_model":
+        options += ["--steps", "48", "--rankings", "240"]
+    if script == "ppo":
+        options += ["--steps", "9", "--reward-model", f"{sys.argv[1]}/reward_model"]
+    if script == "dpo":
+        options += ["--steps", "30", "--pairs", "224"]
+    importlib.import_module(script).main(options)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def learning(request, tmp_path_factory):
+    """(processes, folder): started before the first test, if a test of this run asks for what they learn."""
+    if not any("learned" in item.fixturenames for item in request.session.items):
+        yield None
+        return
+    folder, threads, processes = tmp_path_factory.mktemp("learning"), torch.get_num_threads(), []
+    with (folder / "log").open("w") as log:
+        for scripts in ("reward_model ppo", "grpo dpo"):
+            command, environment = (
+                [sys.executable, "-c", LEARN, str(folder), scripts],
+                os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            processes.append(subprocess.Popen(command, cwd=HERE, env=environment, stdout=log, stderr=log))
+        torch.set_num_threads(1)
+        yield processes, folder
+        for process in processes:
+            process.kill()
+            process.wait()
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def learned(learning):
+    """({script: summary}, folder) of the four runs."""
+    processes, folder = learning
+    for process in processes:
+        assert process.wait(timeout=600) == 0, (folder / "log").read_text(errors="replace")[-2000:]
+    scripts = ("grpo", "reward_model", "ppo", "dpo")
+    return {script: json.loads((folder / script / "summary.json").read_text()) for script in scripts}, folder
+
+
 def gain_in_standard_errors(summary):
     before, after = summary["happiness_before"], summary["happiness_after"]
     return (after["mean"] - before["mean"]) / math.hypot(before["standard_error"], after["standard_error"])
 
 
-@pytest.fixture(scope="module")
-def learned_reward_model(tmp_path_factory):
-    """(folder, summary) of a reward model that was trained for long enough to be of use."""
-    out = tmp_path_factory.mktemp("runs") / "reward_model"
-    return out, reward_model.main(
-        ["--model", "tiny_llama", "--out", str(out), "--rankings", "240", "--steps", "48", *LARGE]
-    )
+def test_A15_training_makes_the_stories_happier_by_5_standard_errors(learned):
+    summary = learned[0]["grpo"]
+    assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
+    assert summary["happiness_before"]["n"] == summary["happiness_after"]["n"] == 256
+    assert abs(summary["kl_before"]["mean"]) < 1e-5 < summary["kl_after"]["mean"], "0 but for rounding, then more"
 
 
-def test_the_reward_model_orders_4_of_5_held_out_pairs_rightly(learned_reward_model):
-    summary = learned_reward_model[1]
+def test_a_run_starts_at_ratio_1_and_kl_0_and_leaves_metrics_and_a_summary(learned):
+    found, folder = learned
+    records = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert records[-1]["samples"] == 12 * 8 * 8, "8 prompts a step, 8 answers each"
+    assert records[0]["kl"] == records[0]["approx_kl"] == 0 < records[-1]["kl"], "the adapter starts at B = 0"
+    assert abs(records[0]["loss"]) < 1e-5 < records[0]["grad_norm"], "the loss starts at 0, its gradient does not"
+    assert found["grpo"]["steps"] == 12 and found["grpo"]["stopped"] is None
+    left = {"grpo", "reward_model", "ppo", "dpo", "log"}
+    assert {path.name for path in folder.iterdir()} == left, "nothing half-written is left beside the results"
+
+
+def test_the_reward_model_orders_4_of_5_held_out_pairs_rightly(learned):
+    summary = learned[0]["reward_model"]
     assert summary["accuracy_after"]["mean"] >= 0.8, f"{summary['accuracy_before']} -> {summary['accuracy_after']}"
     assert summary["best_of_8_after"]["mean"] > summary["happiness_after"]["mean"], "what it picks is happier"
 
 
-def test_B12_ppo_makes_the_stories_happier_by_5_standard_errors(learned_reward_model, tmp_path):
-    options = ["--model", "tiny_llama", "--reward-model", str(learned_reward_model[0]), "--steps", "9"]
-    summary = ppo.main([*options, *LARGE, "--out", str(tmp_path / "ppo")])
+def test_B12_ppo_makes_the_stories_happier_by_5_standard_errors(learned):
+    summary = learned[0]["ppo"]
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
 
 
-def test_dpo_orders_4_of_5_held_out_pairs_and_makes_the_stories_happier_by_5_standard_errors(tmp_path):
-    summary = dpo.main(
-        ["--model", "tiny_llama", "--out", str(tmp_path / "dpo"), "--pairs", "224", "--steps", "30", *LARGE]
-    )
+def test_dpo_orders_4_of_5_held_out_pairs_and_makes_the_stories_happier_by_5_standard_errors(learned):
+    summary = learned[0]["dpo"]
     assert summary["rewards/accuracies_after"]["mean"] >= 0.8, summary["rewards/accuracies_after"]
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
 
