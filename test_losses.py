@@ -348,6 +348,28 @@ def test_log_ratios_beyond_20_count_as_20(beyond):
         assert near(grpo.kl_divergence(row(side * beyond), none) / k3, 1, 1e-9), "k3 of delta within +-20"
 
 
+@pytest.mark.parametrize("ratio, advantage, delta, loss_is", [(0.5, -1, None, 0.5), (10, 0.5, 2, -5), (10, -0.5, 2, 1)])
+def test_without_a_clip_delta_alone_bounds_and_only_a_bad_token(ratio, advantage, delta, loss_is):
+    advantages, one = torch.tensor([float(advantage)]), torch.ones(1, 1)
+    loss, _ = grpo.grpo_loss(row(math.log(ratio)), row(0), None, advantages, one, epsilon=None, delta=delta, beta=0)
+    assert near(loss, loss_is), "epsilon=None: -ratio * A, the ratio at most delta where A < 0"
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_at_the_very_edge_of_the_range_is_not_clipped(advantage):
+    one = torch.ones(1, 1)
+    _, metrics = grpo.grpo_loss(row(0), row(0), None, one[0] * advantage, one, epsilon=0.0, delta=1.0, beta=0)
+    _, more = ppo.policy_loss(row(0), row(0), one * advantage, one, clip_low=0.0, clip_high=0.0, clip_dual=1.0)
+    assert not any(value for m in (metrics, more) for name, value in m.items() if name.startswith("clip_ratio"))
+
+
+def test_a_sequence_of_one_token_has_the_ratio_of_that_token():
+    options = {"importance_sampling_level": "sequence", "epsilon": None, "beta": 0}
+    mask = torch.tensor([[1, 0]])
+    loss, _ = grpo.grpo_loss(row(0.5, 9), row(0, 0), None, -torch.ones(1), mask, **options)
+    assert near(loss, math.exp(0.5)), "GSPO: exp(mean of the log-ratios), a mean over one"
+
+
 def test_the_defaults_of_the_losses_are_those_of_their_sources():
     def defaults(function):
         parameters = inspect.signature(function).parameters.values()
