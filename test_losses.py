@@ -2660,6 +2660,14 @@ def test_the_shares_that_the_clips_took_are_of_the_real_tokens(side, ratio, adva
     close(metrics["vf_clip_ratio"], 1 / 4, "tokens whose value the clip held back")
 
 
+@pytest.mark.parametrize("ratio, advantage", [(0.5, 0.5), (0.5, 0.0), (4, 0.5), (4, 0.0)])
+def test_a_clip_share_counts_no_token_on_whose_side_the_clip_is_not(ratio, advantage):
+    one = torch.ones(1, 1)
+    _, metrics = ppo.policy_loss(row(math.log(ratio)), row(0), one * advantage, one)
+    shares = {name[11:-5] for name, value in metrics.items() if name.startswith("clip_ratio") and value}
+    assert shares == ({"high"} if ratio == 4 and advantage else set()), "low and dual: A < 0, high: A > 0"
+
+
 def test_an_all_zero_mask_gives_0_and_gradient_0():
     mask, make = torch.zeros(2, 3), lambda scale: torch.randn(2, 3, dtype=torch.float64)
     loss, gradient, metrics = both_losses(mask, make, math.nan)
