@@ -15,7 +15,6 @@ DPO (arXiv 2305.18290); dpo_loss cites the papers of its twelve variants.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import inspect
 import json
@@ -24,7 +23,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -35,7 +33,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
-from transformers.utils import has_file
+from transformers.utils import cached_file, has_file
 
 # ---------------------------------------------------------------- the loss
 
@@ -191,25 +189,27 @@ def load(args):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    def read(name, **where):
-        path = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **where)
-        return AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, use_safetensors=True, **where), tokenizer
+    def read(name, local):
+        source = folder = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
+        if local:  # given a name instead of a folder, from_pretrained would ask the hub all the same
+            folder = Path(cached_file(source, "config.json", local_files_only=True)).parent
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, use_safetensors=True)
+        model.name_or_path = str(source)  # which the adapter will be saved with
+        return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
     name = args.model or "babylm/babyllama-100m-2024"
     try:
         try:
-            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: no network
+            model, tokenizer = read(name, local=True)  # a folder or in the cache: no network
         except OSError:
             if Path(name).exists() or name == "tiny_llama":
                 raise
-            if hub_has(name):
-                model, tokenizer = read(name)
-            elif args.model:
-                raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
-            else:
+            if not hub_has(name):
+                if args.model:
+                    raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
-                model, tokenizer = read(name := "tiny_llama", local_files_only=True)
+                name = "tiny_llama"
+            model, tokenizer = read(name, local=name == "tiny_llama")
     except Exception as error:  # whatever the libraries raise over a wrong name or a broken file
         stop(f"the model {name!r} cannot be loaded: {(str(error) or repr(error)).strip().splitlines()[0]}")
     if tokenizer.eos_token_id is None:
@@ -223,17 +223,11 @@ def load(args):
 
 
 def hub_has(name):
-    """Whether the hub has the model; False if it does not answer in 8 s. (from_pretrained would retry for a minute.)"""
-    answer = []
-
-    def ask():
-        with contextlib.suppress(Exception):
-            answer.append(has_file(name, ".gitattributes"))  # in every repository there, in no cache: this really asks
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout=8)
-    return answer == [True]
+    """Whether the hub has the model, asked once: from_pretrained would retry for a minute where there is no network."""
+    try:
+        return has_file(name, ".gitattributes")  # in every repository there, in no cache: this really asks
+    except Exception:  # whatever the libraries raise
+        return False
 
 
 def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.0):
@@ -351,29 +345,21 @@ def make_pairs(model, tokenizer, prompts, args):
 
 def read_pairs(path):
     """The pairs of a UTF-8 file, one JSON object a line with the texts "prompt", "chosen" and "rejected"."""
+    pairs = []
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: U+2028 is text
     except OSError as error:
         stop(f"--data {path} cannot be read: {error.strerror}")
-    pairs = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            pair = json.loads(line.decode())
-            if not isinstance(pair, dict):
-                raise ValueError("it is not a JSON object")
-            for name in ("prompt", "chosen", "rejected"):
-                if not isinstance(pair.get(name), str):
-                    raise ValueError(f"it has no text {name!r}")
-                pair[name].encode()  # a lone surrogate is no text
-            if not pair["prompt"].strip():
-                raise ValueError("its prompt is empty")
-        except json.JSONDecodeError as error:
-            stop(f"--data {path}, line {number}: it is not JSON: {error.msg}, column {error.colno}")
-        except (ValueError, RecursionError) as error:
-            stop(f"--data {path}, line {number}: {error}")
-        pairs.append(pair)
+            if line.strip():
+                pairs.append(json.loads(line.decode()))
+                prompt, *_ = (pairs[-1][name].encode() for name in ("prompt", "chosen", "rejected"))
+                if not prompt.strip():
+                    raise ValueError("the prompt is blank")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            wanted = "a JSON object with the texts 'prompt', 'chosen' and 'rejected'"
+            stop(f"--data {path}, line {number}: it must be {wanted}: {error!r}")
     return pairs or stop(f"--data {path} holds no pairs")
 
 
@@ -481,7 +467,8 @@ def train(model, pairs, args):
 
 def pair_metrics(log_probs, ref, args):
     """The loss and metrics of each of N pairs, by TRL's names: (2, N), (2, N) -> {name: (N,)}."""
-    losses, chosen, rejected = dpo_loss(*log_probs, *ref, **loss_options(args))
+    names = ("beta", "loss_type", "label_smoothing", "f_divergence_type", "reference_free")
+    losses, chosen, rejected = dpo_loss(*log_probs, *ref, **{name: getattr(args, name) for name in names})
     return {
         "loss": losses,
         "rewards/margins": chosen - rejected,
@@ -491,12 +478,6 @@ def pair_metrics(log_probs, ref, args):
         "logps/chosen": log_probs[0].detach(),
         "logps/rejected": log_probs[1].detach(),
     }
-
-
-def loss_options(args):
-    """dpo_loss's options from the command line."""
-    names = ("beta", "loss_type", "label_smoothing", "f_divergence_type", "reference_free")
-    return {name: getattr(args, name) for name in names}
 
 
 def evaluate_pairs(model, pairs, args):
@@ -530,7 +511,7 @@ def parse_args(argv):
     if args.num_generations < 2:
         stop("--num-generations must be at least 2: a pair is the best and the worst of them")
     try:
-        dpo_loss(*torch.zeros(4, 1), **loss_options(args))
+        pair_metrics(*torch.zeros(2, 2, 1), args)
     except ValueError as error:
         stop(str(error))
     return args
@@ -620,24 +601,17 @@ def check_args(args):
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         args.device = torch.empty(0, device=args.device).device
+        args.out.mkdir(parents=True, exist_ok=True)
     except (RuntimeError, AssertionError) as error:
         stop(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}")
+    except OSError as error:
+        stop(f"--out {args.out} cannot be written: {error.strerror}")
+    if not args.out.name or any(args.out.iterdir()) and not (args.out / "summary.json").exists():
+        stop(f"--out {args.out} is neither empty nor an earlier result: name another folder")
     if args.dtype == "auto":
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
     args.dtype = getattr(torch, args.dtype)
-    if not args.out.name:
-        stop(f"--out {args.out} is no folder of its own: name one")
-    new, old = (args.out.with_name(f".{args.out.name}.{which}") for which in ("new", "old"))
-    if old.exists() and not args.out.exists():
-        old.rename(args.out)  # a run was killed between the two renames of save
-    if args.out.exists() and not (args.out / "summary.json").exists():
-        stop(f"--out {args.out} exists and is not an earlier result: name another folder")
-    try:
-        new.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new)
-    except OSError as error:
-        stop(f"--out {args.out} cannot be written: {error.strerror}")
     torch.manual_seed(args.seed)
     return args
 
@@ -670,9 +644,9 @@ def run(args, model, *, start, records, judge, write, shown):
 
     Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
     """
-    history, summary, stopped = [], {}, None
+    history, summary, stopped, status = [], {}, None, 0
     trained = [p for p in model.parameters() if p.requires_grad]
-    count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
+    count, trained_count = (sum(p.numel() for p in group) for group in (model.parameters(), trained))
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
 
     def held_out(when):
@@ -695,11 +669,11 @@ def run(args, model, *, start, records, judge, write, shown):
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
-        stopped = "interrupted"
+        stopped, status = "interrupted", 130
     except ArithmeticError as error:
-        stopped = str(error)
+        stopped, status = str(error), 2
     if not history:
-        stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; no step was finished, so nothing is saved", status)
     for p, value in zip(trained, good, strict=True):
         p.data.copy_(value)
     summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
@@ -711,15 +685,16 @@ def run(args, model, *, start, records, judge, write, shown):
         print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
     print(f"saved in {args.out}")
     if stopped:
-        stop(f"{stopped}; the weights of step {len(history)} are saved", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; the weights of step {len(history)} are saved", status)
     return summary
 
 
 def save(out, write, history, summary, curves):
-    """Write everything into a hidden folder beside `out`, then rename: `out` never holds half a result."""
+    """Write everything into a hidden folder beside `out`, then swap the two: `out` never holds half a result."""
     new, old = (out.with_name(f".{out.name}.{which}") for which in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
+    for folder in (new, old):
+        shutil.rmtree(folder, ignore_errors=True)
+    new.mkdir()
     write(new)
     (new / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history), encoding="utf-8")
     (new / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
@@ -731,27 +706,23 @@ def save(out, write, history, summary, curves):
             axes.plot(range(1, len(values) + 1), values)
             axes.set(xlabel="step", ylabel=label)
         figure.savefig(new / "curves.png")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
+    out.rename(old)
     new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old)
 
 
-def sparkline(values, width=60):
-    """The values as a row of bars, each the mean of its share of them."""
-    width = min(width, len(values))
-    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
-    means = [sum(part) / len(part) for part in parts]
-    low, span = min(means), max(means) - min(means) or 1
-    return "".join("▁▂▃▄▅▆▇█"[int((mean - low) / span * 7.99)] for mean in means)
+def sparkline(values):
+    """At most 60 of the values, evenly spaced, as a row of bars."""
+    values = values[:: math.ceil(len(values) / 60)]
+    low, span = min(values), max(values) - min(values) or 1
+    return "".join("▁▂▃▄▅▆▇█"[int((value - low) / span * 7.99)] for value in values)
 
 
 def peak_memory_mb(device):
     """The most memory that tensors on the GPU, or else this process, have held; None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    if not importlib.util.find_spec("resource"):
+    if sys.platform == "win32":
         return None
     import resource
 

@@ -36,7 +36,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -47,7 +46,7 @@ import transformers
 from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
-from transformers.utils import has_file
+from transformers.utils import cached_file, has_file
 
 # ---------------------------------------------------------------- the loss
 
@@ -222,25 +221,27 @@ def load(args):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    def read(name, **where):
-        path = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **where)
-        return AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, use_safetensors=True, **where), tokenizer
+    def read(name, local):
+        source = folder = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
+        if local:  # given a name instead of a folder, from_pretrained would ask the hub all the same
+            folder = Path(cached_file(source, "config.json", local_files_only=True)).parent
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, use_safetensors=True)
+        model.name_or_path = str(source)  # which the adapter will be saved with
+        return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
     name = args.model or "babylm/babyllama-100m-2024"
     try:
         try:
-            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: no network
+            model, tokenizer = read(name, local=True)  # a folder or in the cache: no network
         except OSError:
             if Path(name).exists() or name == "tiny_llama":
                 raise
-            if hub_has(name):
-                model, tokenizer = read(name)
-            elif args.model:
-                raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
-            else:
+            if not hub_has(name):
+                if args.model:
+                    raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
-                model, tokenizer = read(name := "tiny_llama", local_files_only=True)
+                name = "tiny_llama"
+            model, tokenizer = read(name, local=name == "tiny_llama")
     except Exception as error:  # whatever the libraries raise over a wrong name or a broken file
         stop(f"the model {name!r} cannot be loaded: {(str(error) or repr(error)).strip().splitlines()[0]}")
     if tokenizer.eos_token_id is None:
@@ -254,47 +255,37 @@ def load(args):
 
 
 def hub_has(name):
-    """Whether the hub has the model; False if it does not answer in 8 s. (from_pretrained would retry for a minute.)"""
-    answer = []
-
-    def ask():
-        with contextlib.suppress(Exception):
-            answer.append(has_file(name, ".gitattributes"))  # in every repository there, in no cache: this really asks
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout=8)
-    return answer == [True]
+    """Whether the hub has the model, asked once: from_pretrained would retry for a minute where there is no network."""
+    try:
+        return has_file(name, ".gitattributes")  # in every repository there, in no cache: this really asks
+    except Exception:  # whatever the libraries raise
+        return False
 
 
 def add_reward_model(model, folder, args):
     """Give the model the adapters "reward" and "critic" and a head for each, all from the folder of reward_model.py."""
-    again = f"train one with: python reward_model.py --model {args.model} --out DIR"
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / name).is_file():
-            stop(f"--reward-model {folder} has no {name}; {again}")
-    try:
-        config, weights = LoraConfig.from_pretrained(str(folder)), load_peft_weights(str(folder), device="cpu")
-    except Exception as error:  # whatever the libraries raise over a broken file
-        stop(f"--reward-model {folder} cannot be read: {(str(error) or repr(error)).splitlines()[0]}; {again}")
-    base, own = (Path(name).resolve() for name in (config.base_model_name_or_path or "none", model.name_or_path))
-    if base != own:
-        stop(f"--reward-model {folder} was made for {config.base_model_name_or_path}, not {args.model}; {again}")
-    head = weights.pop("base_model.model.score.weight", None)  # (1, H)
-    if head is None or head.shape != (1, model.config.hidden_size):
-        stop(f"--reward-model {folder} has no head with one score (score.weight); {again}")
     model.heads = torch.nn.ModuleDict()
-    config.task_type, config.modules_to_save = "CAUSAL_LM", None  # the heads are kept apart from peft
-    for name in ("reward", "critic"):
-        try:
+    try:
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            if not (folder / name).is_file():
+                raise ValueError(f"it has no {name}")
+        config, weights = LoraConfig.from_pretrained(str(folder)), load_peft_weights(str(folder), device="cpu")
+        base, own = (Path(name).resolve() for name in (config.base_model_name_or_path or "none", model.name_or_path))
+        if base != own:
+            raise ValueError(f"it was made for {config.base_model_name_or_path}, not {args.model}")
+        head = weights.pop("base_model.model.score.weight", None)  # (1, H)
+        if head is None or head.shape != (1, model.config.hidden_size):
+            raise ValueError("it has no head with one score (score.weight)")
+        config.task_type, config.modules_to_save = "CAUSAL_LM", None  # the heads are kept apart from peft
+        for name in ("reward", "critic"):
             model.add_adapter(name, copy.deepcopy(config))
-            unused = set_peft_model_state_dict(model, weights, adapter_name=name).unexpected_keys
-        except (RuntimeError, ValueError) as error:
-            unused = [str(error).splitlines()[0]]
-        if unused:
-            stop(f"--reward-model {folder} does not fit {args.model}: {unused[0]}; {again}")
-        model.heads[name] = torch.nn.Linear(head.shape[1], 1, bias=False, device=args.device)  # float32
-        model.heads[name].weight.data.copy_(head)
+            for key in set_peft_model_state_dict(model, weights, adapter_name=name).unexpected_keys:
+                raise ValueError(f"{args.model} has no place for {key}")
+            model.heads[name] = torch.nn.Linear(head.shape[1], 1, bias=False, device=args.device)  # float32
+            model.heads[name].weight.data.copy_(head)
+    except Exception as error:  # also whatever the libraries raise over a broken file
+        again = f"train one with: python reward_model.py --model {args.model} --out DIR"
+        stop(f"--reward-model {folder} cannot be used: {(str(error) or repr(error)).splitlines()[0]}; {again}")
     for name, p in model.named_parameters():  # decided once; see use()
         p.requires_grad_("actor" in name.split(".") or "critic" in name.split("."))
     model.eval()  # adapters are added in train mode
@@ -496,7 +487,10 @@ def train(model, tokenizer, prompts, args):
         scores, ref_log_probs = read("reward"), read(None)  # (N, T)
 
         # 3. Rewards: the score, less the KL token by token, less a penalty at the end of an answer that was cut off.
-        score = torch.tensor(checked(last_token_scores(scores, mask), texts, step))  # (N,)
+        score = last_token_scores(scores, mask)  # (N,)
+        for value, text in zip(score.tolist(), texts, strict=True):
+            if not math.isfinite(value):
+                raise ArithmeticError(f"step {step}: the reward model's score of {text!r} is {value}")
         paid = spread(scores, mask, args.score_on)
         rewards = token_rewards(paid, sampled_log_probs, ref_log_probs, mask, args.kl_coef)  # (N, T)
         cut_off = ~(ids[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(dim=1)  # (N,)
@@ -538,18 +532,6 @@ def train(model, tokenizer, prompts, args):
         yield {"step": step, "samples": step * len(ids), **metrics}
 
 
-def checked(rewards, completions, step):
-    """The rewards as floats. ArithmeticError unless they are one finite number per completion."""
-    rewards = rewards.tolist() if isinstance(rewards, torch.Tensor) else rewards
-    if not isinstance(rewards, list | tuple) or len(rewards) != len(completions):
-        got = f"{len(rewards)} values" if isinstance(rewards, list | tuple) else repr(rewards)
-        raise ArithmeticError(f"step {step}: the reward returned {got} for {len(completions)} completions")
-    for i, value in enumerate(rewards):
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ArithmeticError(f"step {step}: the reward of completion {i} is {value!r}: {completions[i]!r}")
-    return [float(value) for value in rewards]
-
-
 # ---------------------------------------------------------------- command line and files
 
 
@@ -564,12 +546,7 @@ def parse_args(argv):
     add("--kl-coef", type=float, default=0.2, help="weight of the KL in the reward")
     add("--clip-low", type=float, default=0.2, help="clip range of the ratio below 1")
     add("--clip-high", type=float, default=0.2, help="clip range of the ratio above 1 (DAPO: 0.28)")
-    add(
-        "--clip-dual",
-        type=number_or_none,
-        default=3.0,
-        help="bound on the ratio for negative advantages; none = no bound",
-    )
+    add("--clip-dual", type=number_or_none, default=3.0, help="bound on the ratio for negative advantages, or none")
     add("--cliprange-value", type=float, default=0.2, help="clip range of the value around the old one")
     add("--vf-coef", type=float, default=0.1, help="weight of the value loss, felt only where the gradient is clipped")
     add("--gamma", type=float, default=1.0, help="discount per token")
@@ -589,7 +566,7 @@ def main(argv=None):
     start, args = time.perf_counter(), parse_args(argv)
     prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
     folder = args.reward_model or Path("runs") / "reward_model"
-    if not args.reward_model and not folder.exists():
+    if not args.reward_model and not (folder / "summary.json").exists():
         train_reward_model(folder, args)
     model, tokenizer = load(args)
     check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
@@ -624,15 +601,10 @@ def train_reward_model(folder, args):
     script = Path(__file__).with_name("reward_model.py")
     if not script.exists():
         stop(f"{script} is missing: name a folder that it has written with --reward-model")
-    options = {"--out": folder, "--model": args.model, "--prompts": args.prompts, "--device": args.device}
-    options |= {"--seed": args.seed, "--dtype": str(args.dtype)[6:], "--temperature": args.temperature}
-    options |= {"--max-completion-length": args.max_completion_length}
-    command = [sys.executable, script, "--lora-targets", *args.lora_targets]
-    command += [x for option in options.items() if option[1] is not None for x in option]
-    try:
-        status = subprocess.run([str(x) for x in command], check=False).returncode
-    except KeyboardInterrupt:
-        stop("interrupted", 130)
+    options = {name: getattr(args, name) for name in ("model", "prompts", "device", "seed", "temperature")}
+    options |= {"out": folder, "dtype": str(args.dtype)[6:], "max-completion-length": args.max_completion_length}
+    command = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    status = subprocess.run([sys.executable, str(script), *command, "--lora-targets", *args.lora_targets]).returncode
     if status:
         raise SystemExit(status)  # it has said why
 
@@ -678,24 +650,17 @@ def check_args(args):
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         args.device = torch.empty(0, device=args.device).device
+        args.out.mkdir(parents=True, exist_ok=True)
     except (RuntimeError, AssertionError) as error:
         stop(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}")
+    except OSError as error:
+        stop(f"--out {args.out} cannot be written: {error.strerror}")
+    if not args.out.name or any(args.out.iterdir()) and not (args.out / "summary.json").exists():
+        stop(f"--out {args.out} is neither empty nor an earlier result: name another folder")
     if args.dtype == "auto":
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
     args.dtype = getattr(torch, args.dtype)
-    if not args.out.name:
-        stop(f"--out {args.out} is no folder of its own: name one")
-    new, old = (args.out.with_name(f".{args.out.name}.{which}") for which in ("new", "old"))
-    if old.exists() and not args.out.exists():
-        old.rename(args.out)  # a run was killed between the two renames of save
-    if args.out.exists() and not (args.out / "summary.json").exists():
-        stop(f"--out {args.out} exists and is not an earlier result: name another folder")
-    try:
-        new.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new)
-    except OSError as error:
-        stop(f"--out {args.out} cannot be written: {error.strerror}")
     torch.manual_seed(args.seed)
     return args
 
@@ -728,9 +693,9 @@ def run(args, model, *, start, records, judge, write, shown):
 
     Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
     """
-    history, summary, stopped = [], {}, None
+    history, summary, stopped, status = [], {}, None, 0
     trained = [p for p in model.parameters() if p.requires_grad]
-    count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
+    count, trained_count = (sum(p.numel() for p in group) for group in (model.parameters(), trained))
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
 
     def held_out(when):
@@ -753,11 +718,11 @@ def run(args, model, *, start, records, judge, write, shown):
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
-        stopped = "interrupted"
+        stopped, status = "interrupted", 130
     except ArithmeticError as error:
-        stopped = str(error)
+        stopped, status = str(error), 2
     if not history:
-        stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; no step was finished, so nothing is saved", status)
     for p, value in zip(trained, good, strict=True):
         p.data.copy_(value)
     summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
@@ -769,15 +734,16 @@ def run(args, model, *, start, records, judge, write, shown):
         print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
     print(f"saved in {args.out}")
     if stopped:
-        stop(f"{stopped}; the weights of step {len(history)} are saved", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; the weights of step {len(history)} are saved", status)
     return summary
 
 
 def save(out, write, history, summary, curves):
-    """Write everything into a hidden folder beside `out`, then rename: `out` never holds half a result."""
+    """Write everything into a hidden folder beside `out`, then swap the two: `out` never holds half a result."""
     new, old = (out.with_name(f".{out.name}.{which}") for which in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
+    for folder in (new, old):
+        shutil.rmtree(folder, ignore_errors=True)
+    new.mkdir()
     write(new)
     (new / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history), encoding="utf-8")
     (new / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
@@ -789,27 +755,23 @@ def save(out, write, history, summary, curves):
             axes.plot(range(1, len(values) + 1), values)
             axes.set(xlabel="step", ylabel=label)
         figure.savefig(new / "curves.png")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
+    out.rename(old)
     new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old)
 
 
-def sparkline(values, width=60):
-    """The values as a row of bars, each the mean of its share of them."""
-    width = min(width, len(values))
-    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
-    means = [sum(part) / len(part) for part in parts]
-    low, span = min(means), max(means) - min(means) or 1
-    return "".join("▁▂▃▄▅▆▇█"[int((mean - low) / span * 7.99)] for mean in means)
+def sparkline(values):
+    """At most 60 of the values, evenly spaced, as a row of bars."""
+    values = values[:: math.ceil(len(values) / 60)]
+    low, span = min(values), max(values) - min(values) or 1
+    return "".join("▁▂▃▄▅▆▇█"[int((value - low) / span * 7.99)] for value in values)
 
 
 def peak_memory_mb(device):
     """The most memory that tensors on the GPU, or else this process, have held; None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    if not importlib.util.find_spec("resource"):
+    if sys.platform == "win32":
         return None
     import resource
 

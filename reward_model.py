@@ -15,7 +15,6 @@ Stiennon et al. (arXiv 2009.01325), InstructGPT (2203.02155); Bradley and Terry 
 """
 
 import argparse
-import contextlib
 import importlib.util
 import inspect
 import json
@@ -24,7 +23,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -36,7 +34,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
-from transformers.utils import has_file
+from transformers.utils import cached_file, has_file
 
 # ---------------------------------------------------------------- the loss
 
@@ -141,25 +139,27 @@ def load(args):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    def read(name, **where):
-        path = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **where)
-        return AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, use_safetensors=True, **where), tokenizer
+    def read(name, local):
+        source = folder = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
+        if local:  # given a name instead of a folder, from_pretrained would ask the hub all the same
+            folder = Path(cached_file(source, "config.json", local_files_only=True)).parent
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, use_safetensors=True)
+        model.name_or_path = str(source)  # which the adapter will be saved with
+        return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
     name = args.model or "babylm/babyllama-100m-2024"
     try:
         try:
-            model, tokenizer = read(name, local_files_only=True)  # a folder or in the cache: no network
+            model, tokenizer = read(name, local=True)  # a folder or in the cache: no network
         except OSError:
             if Path(name).exists() or name == "tiny_llama":
                 raise
-            if hub_has(name):
-                model, tokenizer = read(name)
-            elif args.model:
-                raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
-            else:
+            if not hub_has(name):
+                if args.model:
+                    raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
-                model, tokenizer = read(name := "tiny_llama", local_files_only=True)
+                name = "tiny_llama"
+            model, tokenizer = read(name, local=name == "tiny_llama")
     except Exception as error:  # whatever the libraries raise over a wrong name or a broken file
         stop(f"the model {name!r} cannot be loaded: {(str(error) or repr(error)).strip().splitlines()[0]}")
     if tokenizer.eos_token_id is None:
@@ -173,17 +173,11 @@ def load(args):
 
 
 def hub_has(name):
-    """Whether the hub has the model; False if it does not answer in 8 s. (from_pretrained would retry for a minute.)"""
-    answer = []
-
-    def ask():
-        with contextlib.suppress(Exception):
-            answer.append(has_file(name, ".gitattributes"))  # in every repository there, in no cache: this really asks
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout=8)
-    return answer == [True]
+    """Whether the hub has the model, asked once: from_pretrained would retry for a minute where there is no network."""
+    try:
+        return has_file(name, ".gitattributes")  # in every repository there, in no cache: this really asks
+    except Exception:  # whatever the libraries raise
+        return False
 
 
 def token_scores(model, head, input_ids, attention_mask):
@@ -260,24 +254,17 @@ def ranked_answers(model, tokenizer, prompts, num_generations, args):
     Returns one group per prompt: {"prompt", "answers": K texts, "rows": K tensors of tokens, prompt included,
     "happiness": K numbers, "pairs": [(better, worse), ...], "weight": of each pair}.
     """
-    K, groups = num_generations, []
-    with model.disable_adapter():
-        batch = [prompt for prompt in prompts for _ in range(K)]
-        ids, attention_mask, _, texts, _ = complete(model.get_base_model(), tokenizer, batch, args)
-    rows = [row[mask.bool()] for row, mask in zip(ids, attention_mask, strict=True)]
-    for i, prompt in enumerate(prompts):
-        own = slice(i * K, (i + 1) * K)
-        rated = [happiness(text) for text in texts[own]]
-        group = {"prompt": prompt, "answers": texts[own], "rows": rows[own], "happiness": rated}
-        groups.append(group | {"pairs": ranked_pairs(rated), "weight": 1 / math.comb(K, 2)})
-    return groups
-
-
-def rankings(model, tokenizer, prompts, num_generations, args):
-    """ranked_answers of many prompts, 64 answers at a time."""
-    size, groups = max(1, 64 // num_generations), []
+    K, size, groups = num_generations, max(1, 64 // num_generations), []
     for start in tqdm(range(0, len(prompts), size), desc="ranking answers", unit="batch", leave=False):
-        groups += ranked_answers(model, tokenizer, prompts[start : start + size], num_generations, args)
+        batch = [prompt for prompt in prompts[start : start + size] for _ in range(K)]
+        with model.disable_adapter():
+            ids, attention_mask, _, texts, _ = complete(model.get_base_model(), tokenizer, batch, args)
+        rows = [row[mask.bool()] for row, mask in zip(ids, attention_mask, strict=True)]
+        for first in range(0, len(batch), K):
+            own = slice(first, first + K)
+            rated = [happiness(text) for text in texts[own]]
+            group = {"prompt": batch[first], "answers": texts[own], "rows": rows[own], "happiness": rated}
+            groups.append(group | {"pairs": ranked_pairs(rated), "weight": 1 / math.comb(K, 2)})
     return groups
 
 
@@ -406,14 +393,14 @@ def main(argv=None):
 
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same sets for every --seed
-        sets = rankings(model, tokenizer, HELD_OUT_PROMPTS * 2, 8, args)
+        sets = ranked_answers(model, tokenizer, HELD_OUT_PROMPTS * 2, 8, args)
     if args.data:
         context = getattr(model.config, "max_position_embeddings", math.inf)
         groups, held_out = split(group_pairs(pairs, tokenizer, args, context), args)
     else:
         begun = time.perf_counter()
         prompts = [prompts[i % len(prompts)] for i in range(args.rankings)]
-        groups, held_out = rankings(model, tokenizer, prompts, args.num_generations, args), sets
+        groups, held_out = ranked_answers(model, tokenizer, prompts, args.num_generations, args), sets
         groups = [group for group in groups if group["pairs"]]
         seconds, ties = time.perf_counter() - begun, args.rankings - len(groups)
         print(f"{len(groups)} rankings made in {seconds:.1f} s; {ties} left out, all answers being equally good")
@@ -473,24 +460,17 @@ def check_args(args):
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         args.device = torch.empty(0, device=args.device).device
+        args.out.mkdir(parents=True, exist_ok=True)
     except (RuntimeError, AssertionError) as error:
         stop(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}")
+    except OSError as error:
+        stop(f"--out {args.out} cannot be written: {error.strerror}")
+    if not args.out.name or any(args.out.iterdir()) and not (args.out / "summary.json").exists():
+        stop(f"--out {args.out} is neither empty nor an earlier result: name another folder")
     if args.dtype == "auto":
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
     args.dtype = getattr(torch, args.dtype)
-    if not args.out.name:
-        stop(f"--out {args.out} is no folder of its own: name one")
-    new, old = (args.out.with_name(f".{args.out.name}.{which}") for which in ("new", "old"))
-    if old.exists() and not args.out.exists():
-        old.rename(args.out)  # a run was killed between the two renames of save
-    if args.out.exists() and not (args.out / "summary.json").exists():
-        stop(f"--out {args.out} exists and is not an earlier result: name another folder")
-    try:
-        new.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new)
-    except OSError as error:
-        stop(f"--out {args.out} cannot be written: {error.strerror}")
     torch.manual_seed(args.seed)
     return args
 
@@ -506,29 +486,21 @@ def read_prompts(path):
 
 def read_pairs(path):
     """The pairs of a UTF-8 file, one JSON object a line with the texts "prompt", "chosen" and "rejected"."""
+    pairs = []
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: U+2028 is text
     except OSError as error:
         stop(f"--data {path} cannot be read: {error.strerror}")
-    pairs = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            pair = json.loads(line.decode())
-            if not isinstance(pair, dict):
-                raise ValueError("it is not a JSON object")
-            for name in ("prompt", "chosen", "rejected"):
-                if not isinstance(pair.get(name), str):
-                    raise ValueError(f"it has no text {name!r}")
-                pair[name].encode()  # a lone surrogate is no text
-            if not pair["prompt"].strip():
-                raise ValueError("its prompt is empty")
-        except json.JSONDecodeError as error:
-            stop(f"--data {path}, line {number}: it is not JSON: {error.msg}, column {error.colno}")
-        except (ValueError, RecursionError) as error:
-            stop(f"--data {path}, line {number}: {error}")
-        pairs.append(pair)
+            if line.strip():
+                pairs.append(json.loads(line.decode()))
+                prompt, *_ = (pairs[-1][name].encode() for name in ("prompt", "chosen", "rejected"))
+                if not prompt.strip():
+                    raise ValueError("the prompt is blank")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            wanted = "a JSON object with the texts 'prompt', 'chosen' and 'rejected'"
+            stop(f"--data {path}, line {number}: it must be {wanted}: {error!r}")
     return pairs or stop(f"--data {path} holds no pairs")
 
 
@@ -623,9 +595,9 @@ def run(args, model, *, start, records, judge, write, shown):
 
     Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
     """
-    history, summary, stopped = [], {}, None
+    history, summary, stopped, status = [], {}, None, 0
     trained = [p for p in model.parameters() if p.requires_grad]
-    count, trained_count = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained)
+    count, trained_count = (sum(p.numel() for p in group) for group in (model.parameters(), trained))
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
 
     def held_out(when):
@@ -648,11 +620,11 @@ def run(args, model, *, start, records, judge, write, shown):
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
-        stopped = "interrupted"
+        stopped, status = "interrupted", 130
     except ArithmeticError as error:
-        stopped = str(error)
+        stopped, status = str(error), 2
     if not history:
-        stop(f"{stopped}; no step was finished, so nothing is saved", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; no step was finished, so nothing is saved", status)
     for p, value in zip(trained, good, strict=True):
         p.data.copy_(value)
     summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
@@ -664,15 +636,16 @@ def run(args, model, *, start, records, judge, write, shown):
         print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
     print(f"saved in {args.out}")
     if stopped:
-        stop(f"{stopped}; the weights of step {len(history)} are saved", 130 if stopped == "interrupted" else 2)
+        stop(f"{stopped}; the weights of step {len(history)} are saved", status)
     return summary
 
 
 def save(out, write, history, summary, curves):
-    """Write everything into a hidden folder beside `out`, then rename: `out` never holds half a result."""
+    """Write everything into a hidden folder beside `out`, then swap the two: `out` never holds half a result."""
     new, old = (out.with_name(f".{out.name}.{which}") for which in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
+    for folder in (new, old):
+        shutil.rmtree(folder, ignore_errors=True)
+    new.mkdir()
     write(new)
     (new / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history), encoding="utf-8")
     (new / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
@@ -684,27 +657,23 @@ def save(out, write, history, summary, curves):
             axes.plot(range(1, len(values) + 1), values)
             axes.set(xlabel="step", ylabel=label)
         figure.savefig(new / "curves.png")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
+    out.rename(old)
     new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old)
 
 
-def sparkline(values, width=60):
-    """The values as a row of bars, each the mean of its share of them."""
-    width = min(width, len(values))
-    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
-    means = [sum(part) / len(part) for part in parts]
-    low, span = min(means), max(means) - min(means) or 1
-    return "".join("▁▂▃▄▅▆▇█"[int((mean - low) / span * 7.99)] for mean in means)
+def sparkline(values):
+    """At most 60 of the values, evenly spaced, as a row of bars."""
+    values = values[:: math.ceil(len(values) / 60)]
+    low, span = min(values), max(values) - min(values) or 1
+    return "".join("▁▂▃▄▅▆▇█"[int((value - low) / span * 7.99)] for value in values)
 
 
 def peak_memory_mb(device):
     """The most memory that tensors on the GPU, or else this process, have held; None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    if not importlib.util.find_spec("resource"):
+    if sys.platform == "win32":
         return None
     import resource
 
