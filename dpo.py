@@ -77,7 +77,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         discopop   (1 - m) L(x) + m exp(-x), m = sigmoid(x / discopop_tau)     DiscoPOP, 2406.08414 eq. 5
 
     f is f_divergence_type (f-DPO, 2309.16240 table 1, in the log-ratio u; constants cancel): "reverse_kl" u,
-    "js_divergence" log sigmoid(u), "alpha_divergence" -exp(-alpha u) / alpha. Exponents are clamped to +-40, so that
+    "js_divergence" log sigmoid(u), "alpha_divergence" -exp(-alpha u) / alpha. Exponents are kept below 40, so that
     even ipo's square is finite. Names, and the numbers of EXO's, SPPO's, APO's and DiscoPOP's equations, are TRL's.
     bco_pair, aot_pair and aot compare the pairs of a batch, so a loss there belongs to no single pair.
     Shown by B14-B17 in test_losses.py: ln 2 at the start; c = 1, r = -1 gives 0.598139, with s = 0.1 0.618139.
@@ -91,7 +91,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
     divergences = {
         "reverse_kl": lambda u: u,
         "js_divergence": F.logsigmoid,
-        "alpha_divergence": lambda u: -torch.exp((-alpha * u).clamp(-40, 40)) / alpha,
+        "alpha_divergence": lambda u: -torch.exp((-alpha * u).clamp(max=40)) / alpha,
     }
     if f_divergence_type not in divergences:
         raise ValueError(f"unknown f_divergence_type {f_divergence_type!r}: {', '.join(divergences)}")
@@ -122,7 +122,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         "aot": lambda: S(beta * (sort(chosen - rejected) - sort(ref_chosen - ref_rejected))),
         "apo_zero": lambda: torch.sigmoid(-beta * c) + torch.sigmoid(beta * r),
         "apo_down": lambda: torch.sigmoid(beta * c) + torch.sigmoid(-x),
-        "discopop": lambda: (1 - m) * L(x) + m * torch.exp(-x.clamp(-40, 40)),
+        "discopop": lambda: (1 - m) * L(x) + m * torch.exp((-x).clamp(max=40)),
     }
     smoothed, divergent = ("sigmoid", "robust", "exo_pair", "aot_pair", "aot"), list(losses)[:5]
     if loss_type not in losses:

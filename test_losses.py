@@ -379,6 +379,7 @@ def test_the_defaults_of_the_losses_are_those_of_their_sources():
     assert defaults(ppo.policy_loss) == {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0}, "PPO; dual clip"
     assert defaults(ppo.value_loss) == {"cliprange_value": 0.2} and defaults(ppo.token_rewards) == {"kl_coef": 0.05}
     assert defaults(ppo.gae) == {"gamma": 1.0, "lam": 0.95}
+    assert defaults(grpo.token_log_probs) == defaults(grpo.sample) == {"temperature": 1.0}, "plain sampling"
 
 
 @pytest.mark.parametrize("log_ratio", [200.0, -200.0])
@@ -596,10 +597,10 @@ def test_A7_every_keyword_that_the_model_is_given_is_one_that_it_names(tiny, mon
 
 def test_columns_that_are_padding_in_every_row_cost_nothing_and_get_0(tiny):
     model, tokenizer = tiny
-    ids = torch.tensor([[0, 0, 5, 6, 7, 8, 0, 0], [0, 9, 5, 6, 7, 0, 0, 0]])
+    ids = torch.tensor([[0] * 7 + [5, 6, 7, 8, 0, 0], [0] * 6 + [9, 5, 6, 7, 0, 0, 0]])
     with torch.no_grad():
         got = grpo.token_log_probs(model, ids, (ids != 0).long(), 4)
-        narrow = grpo.token_log_probs(model, ids[:, 1:6], (ids[:, 1:6] != 0).long(), 2)
+        narrow = grpo.token_log_probs(model, ids[:, 6:11], (ids[:, 6:11] != 0).long(), 2)
     assert got.shape == (2, 4) and near(got[:, :2], narrow) and (got[:, 2:] == 0).all()
 
 
@@ -1397,6 +1398,15 @@ def test_log_ratios_of_200_give_finite_losses_and_gradients_in_float32(loss_type
         grads = torch.autograd.grad(losses.sum(), (chosen, rejected))
         assert losses.isfinite().all(), f"{loss_type} overflows"
         assert all(grad.isfinite().all() for grad in grads), f"the gradient of {loss_type} overflows"
+
+
+def test_exponents_of_dpo_are_kept_below_40():
+    # alpha: f(-100) = -e^40, f(0) = -1, hinge 1 - (1 - e^40) = e^40. discopop: x = -100, m = sigmoid(-0.1) = 0.475021
+    zero, far, e = row(0)[0], row(-100)[0], math.exp(40)
+    kind = {"beta": 1.0, "loss_type": "hinge", "f_divergence_type": "alpha_divergence"}
+    assert near(dpo.dpo_loss(far, zero, zero, zero, **kind)[0] / e, 1), "f of alpha_divergence"
+    losses, _, _ = dpo.dpo_loss(far, zero, zero, zero, beta=1.0, loss_type="discopop", discopop_tau=1000.0)
+    assert near(losses / e, 0.475021), "exp(-x) of discopop"
 
 
 @pytest.mark.parametrize(
@@ -2524,6 +2534,8 @@ def test_B12_whitening_gives_mean_0_and_sample_variance_1_over_the_real_tokens()
         [[-1, 0, 0, 1]],
         "variance (1 + 0 + 1) / 2",
     )
+    # variance 2e-8: 1e-4 / sqrt(2e-8 + 1e-8) = 0.577350
+    close(ppo.whiten(rows64([-1e-4, 1e-4]), torch.ones(1, 2)), [[-0.577350, 0.577350]], "+ 1e-8 inside the root")
     for bad in (math.nan, math.inf, 1e4):
         mask, make = random_rows(seed=3, holes=True)
         x = spoiled(make(5) + 2, mask, bad)
@@ -2569,6 +2581,7 @@ def test_B9_the_cells_of_the_clip_and_the_dual_clip(ratio, advantage, loss_is, g
     for name in ("low", "high", "dual"):
         assert metrics[f"clip_ratio/{name}_mean"] == (name == metric), f"{name}: only tokens whose gradient was taken"
     close(metrics["approx_kl"], -math.log(ratio), "approx_kl = old - new log-prob")
+    assert not any(value.requires_grad for value in metrics.values()), "metrics are for looking at: detached"
 
 
 def test_B9_clip_low_and_clip_high_are_set_apart():
