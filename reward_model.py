@@ -15,13 +15,13 @@ Stiennon et al. (arXiv 2009.01325), InstructGPT (2203.02155); Bradley and Terry 
 """
 
 import argparse
-import importlib.util
+import contextlib
 import inspect
 import json
 import math
+import os
 import re
 import shutil
-import signal
 import sys
 import time
 import warnings
@@ -142,12 +142,16 @@ def load(args):
     def read(name, local):
         source = folder = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
         if local:  # given a name instead of a folder, from_pretrained would ask the hub all the same
-            folder = Path(cached_file(source, "config.json", local_files_only=True)).parent
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, use_safetensors=True)
+            config = cached_file(source, "config.json", local_files_only=True)
+            folder = Path(config or stop(f"--model {name}: the folder has no config.json")).parent
+        options = {"dtype": args.dtype, "use_safetensors": True, "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        for key in sorted(info["missing_keys"]):
+            raise ValueError(f"its file lacks {key}, which would be random")
         model.name_or_path = str(source)  # which the adapter will be saved with
         return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
-    name = args.model or "babylm/babyllama-100m-2024"
+    name = "babylm/babyllama-100m-2024" if args.model is None else args.model
     try:
         try:
             model, tokenizer = read(name, local=True)  # a folder or in the cache: no network
@@ -155,16 +159,18 @@ def load(args):
             if Path(name).exists() or name == "tiny_llama":
                 raise
             if not hub_has(name):
-                if args.model:
+                if args.model is not None:
                     raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
                 name = "tiny_llama"
             model, tokenizer = read(name, local=name == "tiny_llama")
     except Exception as error:  # whatever the libraries raise over a wrong name or a broken file
-        stop(f"the model {name!r} cannot be loaded: {(str(error) or repr(error)).strip().splitlines()[0]}")
+        stop(f"the model {name!r} cannot be loaded: {' '.join((str(error) or repr(error)).split())[:300]}")
     if tokenizer.eos_token_id is None:
         stop(f"the tokenizer of {name!r} has no end-of-text token, so no completion could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= model.get_input_embeddings().weight.shape[0]:
+        stop(f"the tokenizer of {name!r} has an EOS or pad token that the model does not know")
     weights = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
     for target in sorted(set(args.lora_targets) - weights):
         stop(f"--lora-targets {target}: the model has no such layer; it has {', '.join(sorted(weights))}")
@@ -410,7 +416,7 @@ def main(argv=None):
     def write(folder):
         model.save_pretrained(folder, save_embedding_layers=False)
         lines = pairs or [text_pair(g, *pair, tokenizer.eos_token_id) for g in groups for pair in g["pairs"]]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "pairs.jsonl").write_text(text, encoding="utf-8")
 
     return run(
@@ -454,19 +460,26 @@ def check_args(args):
     """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
     for name, value in vars(args).items():
         zero_allowed = name in ("seed", "beta", "kl_coef", "lam", "label_smoothing", "missing_eos_penalty")
-        if type(value) in (int, float) and not (0 < value < math.inf or zero_allowed and value == 0):
-            stop(f"--{name.replace('_', '-')} must be {'at least' if zero_allowed else 'above'} 0, not {value}")
+        if type(value) in (int, float) and not (0 < value < 1e18 or zero_allowed and value == 0):
+            least = "at least 0" if zero_allowed else "above 0"
+            stop(f"--{name.replace('_', '-')} must be {least} and below 1e18, not {value}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        args.device = torch.empty(0, device=args.device).device
-        args.out.mkdir(parents=True, exist_ok=True)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=args.device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
         stop(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}")
+    args.device = torch.device(args.device)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        if any(args.out.iterdir()) and not (args.out / "summary.json").is_file():
+            stop(f"--out {args.out} is neither empty nor an earlier result: name another folder")
     except OSError as error:
         stop(f"--out {args.out} cannot be written: {error.strerror}")
-    if not args.out.name or any(args.out.iterdir()) and not (args.out / "summary.json").exists():
-        stop(f"--out {args.out} is neither empty nor an earlier result: name another folder")
+    for name in ("model", "prompts", "data", "reward_model"):
+        path = Path(getattr(args, name, None) or "/").resolve()
+        if args.out.resolve() in (path, *path.parents) and path.name != "pairs.jsonl":  # which a result holds again
+            stop(f"--out {args.out} would replace what --{name.replace('_', '-')} reads: name another folder")
     if args.dtype == "auto":
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
         args.dtype = "bfloat16" if bf16 else "float32"
@@ -500,7 +513,7 @@ def read_pairs(path):
                     raise ValueError("the prompt is blank")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             wanted = "a JSON object with the texts 'prompt', 'chosen' and 'rejected'"
-            stop(f"--data {path}, line {number}: it must be {wanted}: {error!r}")
+            stop(f"--data {path}, line {number}: it must be {wanted}: {type(error).__name__}: {error}")
     return pairs or stop(f"--data {path} holds no pairs")
 
 
@@ -581,7 +594,8 @@ def check_context(model, tokenizer, prompts, args):
     length = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids)
     context = getattr(model.config, "max_position_embeddings", math.inf)
     if length + args.max_completion_length > context:
-        stop(f"{length} tokens of prompt + {args.max_completion_length} of completion exceed the context of {context}")
+        limit = f"the model's context of {context} tokens"
+        stop(f"a prompt of {length} tokens and --max-completion-length {args.max_completion_length} exceed {limit}")
 
 
 def estimate(values):
@@ -619,7 +633,6 @@ def run(args, model, *, start, records, judge, write, shown):
         for (prompt, old), (_, new) in list(zip(texts_before, texts_after, strict=True))[:2]:
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
         stopped, status = "interrupted", 130
     except ArithmeticError as error:
         stopped, status = str(error), 2
@@ -631,7 +644,10 @@ def run(args, model, *, start, records, judge, write, shown):
     summary |= {"seconds": time.perf_counter() - start, "peak_memory_mb": peak_memory_mb(args.device)}
     summary["stopped"] = stopped
     curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
-    save(args.out, write, history, summary, curves)
+    try:
+        save(args.out, write, history, summary, curves)
+    except KeyboardInterrupt:  # once more, whole
+        save(args.out, write, history, summary, curves)
     for label, values in curves.items():
         print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
     print(f"saved in {args.out}")
@@ -642,14 +658,14 @@ def run(args, model, *, start, records, judge, write, shown):
 
 def save(out, write, history, summary, curves):
     """Write everything into a hidden folder beside `out`, then swap the two: `out` never holds half a result."""
-    new, old = (out.with_name(f".{out.name}.{which}") for which in ("new", "old"))
-    for folder in (new, old):
-        shutil.rmtree(folder, ignore_errors=True)
+    out = out.resolve()  # a link's target, not the link
+    new, old = (out.with_name(f".{out.name}.{os.getpid()}.{which}") for which in ("new", "old"))
+    shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     write(new)
     (new / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history), encoding="utf-8")
     (new / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
-    if importlib.util.find_spec("matplotlib"):
+    with contextlib.suppress(Exception):  # without a matplotlib that works there is no picture
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 2 * len(curves)), layout="constrained")
@@ -657,9 +673,13 @@ def save(out, write, history, summary, curves):
             axes.plot(range(1, len(values) + 1), values)
             axes.set(xlabel="step", ylabel=label)
         figure.savefig(new / "curves.png")
-    out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old)
+    try:
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+    except OSError as error:
+        stop(f"--out {out} cannot be replaced ({error.strerror}): the result is in {new}")
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sparkline(values):
@@ -681,6 +701,7 @@ def peak_memory_mb(device):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console that lacks a character should not end the run
     try:
         main()
     except KeyboardInterrupt:

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -24,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import log_softmax
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -1024,6 +1023,11 @@ def refused(capsys, *argv):
         (["--learning-rate", "nan"], "--learning-rate"),
         (["--epsilon", "0"], "--epsilon"),
         (["--epsilon", "inf"], "--epsilon"),
+        (["--learning-rate", "1e38"], "--learning-rate"),
+        (["--seed", "9" * 25], "--seed"),
+        (["--delta", "1.2"], "--delta"),
+        (["--device", "meta"], "--device"),
+        (["--model", ""], "the model ''"),
         (["--beta", "-0.1"], "--beta"),
         (["--loss-type", "grpoo"], "dr_grpo"),
         (["--device", "warp"], "--device"),
@@ -1049,7 +1053,7 @@ def test_a_prompt_and_its_completion_may_fill_the_context_and_no_more(tiny, caps
         model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=context))
         with contextlib.nullcontext() if context == length + 7 else pytest.raises(SystemExit):
             grpo.check_context(model, tiny[1], ["The", "The old dog"], args)
-    assert f"{length} tokens of prompt + 7 of completion exceed the context of {length + 6}" in capsys.readouterr().err
+    assert f"a prompt of {length} tokens and --max-completion-length 7 exceed" in capsys.readouterr().err
 
 
 def test_bad_folders_and_files_are_refused_in_one_sentence_that_names_them(tmp_path, capsys):
@@ -1064,6 +1068,29 @@ def test_bad_folders_and_files_are_refused_in_one_sentence_that_names_them(tmp_p
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     assert "--out" in refused(capsys, *out[:2], "--out", str(tmp_path / "mine")), "a run replaces its folder: not yours"
+
+
+def test_a_model_folder_must_hold_all_weights_and_be_no_adapter(tmp_path, capsys):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert "no config.json" in refused(capsys, "--out", str(tmp_path / "x"), "--model", str(tmp_path / "adapter"))
+    shutil.copytree(HERE / "tiny_llama", tmp_path / "more", ignore=shutil.ignore_patterns("work", "*.py"))
+    config = json.loads((tmp_path / "more" / "config.json").read_text())
+    (tmp_path / "more" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    error = refused(capsys, "--out", str(tmp_path / "x"), "--model", str(tmp_path / "more"))
+    assert "lacks model.layers.4" in error, "transformers fills what is missing with random numbers, without a word"
+
+
+def test_a_result_never_replaces_what_the_run_reads(tmp_path, capsys):
+    out = tmp_path / "x"
+    out.mkdir()
+    (out / "summary.json").write_text("{}")
+    (out / "prompts.txt").write_text("One day")
+    assert "--prompts" in refused(capsys, "--out", str(out), "--prompts", str(out / "prompts.txt"))
+    assert "--model" in refused(capsys, "--out", str(out), "--model", str(out))
+    with pytest.raises(SystemExit):
+        ppo.main(["--model", "tiny_llama", "--out", str(out), "--reward-model", str(out / "reward_model")])
+    assert "what --reward-model reads" in capsys.readouterr().err and (out / "prompts.txt").exists()
 
 
 def test_a_prompts_file_may_have_a_byte_order_mark_windows_line_ends_and_blank_lines(tmp_path):
@@ -1122,20 +1149,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_the_last_good_weights
 
 
 def test_ctrl_c_saves_the_weights_of_the_last_whole_step(tmp_path, capsys, monkeypatch, quick):
-    handler, clip, calls = signal.getsignal(signal.SIGINT), torch.nn.utils.clip_grad_norm_, itertools.count(1)
+    clip, calls = torch.nn.utils.clip_grad_norm_, itertools.count(1)
 
     def press(*args):
         if next(calls) == 4:  # in step 2, when the first of its two updates has been made
             raise KeyboardInterrupt
         return clip(*args)
 
-    try:
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", press)
-        with pytest.raises(SystemExit) as end:
-            run_grpo(tmp_path / "x", "--num-iterations", "2", steps=3)
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "a second Ctrl-C ends at once"
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", press)
+    with pytest.raises(SystemExit) as end:
+        run_grpo(tmp_path / "x", "--num-iterations", "2", steps=3)
     assert end.value.code == 130 and "the weights of step 1 are saved" in capsys.readouterr().err.splitlines()[-1]
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     run_grpo(tmp_path / "one", "--num-iterations", "2", steps=1)
@@ -1170,7 +1193,7 @@ def test_a_kill_between_the_two_renames_of_save_loses_nothing(tmp_path, monkeypa
     out.mkdir()
 
     def killed(path, target):
-        if path.name == ".x.new":
+        if path.name.endswith(".new"):
             raise KeyboardInterrupt
         return rename(path, target)
 
@@ -1178,8 +1201,30 @@ def test_a_kill_between_the_two_renames_of_save_loses_nothing(tmp_path, monkeypa
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         grpo.save(out, lambda folder: (folder / "weights").write_text("new"), [], {}, {"reward": [0.0]})
-    found = {path.name: (path / "weights").read_text() for path in tmp_path.iterdir()}
-    assert found == {".x.old": "old", ".x.new": "new"}, "both results stand whole beside the name"
+    found = {path.suffix: (path / "weights").read_text() for path in tmp_path.iterdir()}
+    assert found == {".old": "old", ".new": "new"}, "both results stand whole beside the name"
+
+
+def test_ctrl_c_while_a_result_is_written_does_not_lose_it(tmp_path, monkeypatch, quick):
+    calls, save_pretrained = itertools.count(1), PeftModel.save_pretrained
+
+    def press(*args, **options):
+        save_pretrained(*args, **options)
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", press)
+    run_grpo(tmp_path / "x", steps=1)
+    assert (tmp_path / "x" / "summary.json").exists() and [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_result_may_be_a_link_and_needs_no_picture(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if matplotlib were broken
+    grpo.save(tmp_path / "link", lambda folder: None, [], {"steps": 1}, {"reward": [0.0]})
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "summary.json").exists()
+    assert not (tmp_path / "real" / "curves.png").exists()
 
 
 # ================================================================ dpo.py
@@ -2029,7 +2074,10 @@ def test_identical_and_blank_answers_are_skipped_and_counted(tmp_path, capsys):
     [
         (f"{LINE}\n{{oops}}", "line 2: it must be a JSON object"),
         (f"{LINE}\n[1]", "line 2: it must be a JSON object"),
-        (f'{LINE}\n\n{{"prompt": "a", "chosen": " b"}}', "'chosen' and 'rejected': KeyError('rejected')"),
+        (
+            f'{LINE}\n\n{{"prompt": "a", "chosen": " b"}}',
+            "line 3: it must be a JSON object with the texts 'prompt', 'chosen' and 'rejected': KeyError: 'rejected'",
+        ),
         (LINE.replace('" b"', "[1]"), "'list' object has no attribute 'encode'"),
         (LINE.replace('"a"', '" "'), "the prompt is blank"),
         ("", "no pairs"),
@@ -3084,6 +3132,12 @@ def test_a_reward_model_without_its_head_or_for_another_base_is_refused(tmp_path
     (tmp_path / "other" / "adapter_config.json").write_text(json.dumps(config))
     error = ppo_refused(capsys, ["--out", str(tmp_path / "o"), "--reward-model", str(tmp_path / "other")])
     assert "made for somebody/else" in error and "reward_model.py" in error, "the sentence names the thing and the fix"
+    make_reward_model(tmp_path / "half", task_type="SEQ_CLS")
+    weights = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    weights = {name: value for name, value in weights.items() if ".layers.1." not in name}
+    save_file(weights, tmp_path / "half" / "adapter_model.safetensors")
+    error = ppo_refused(capsys, ["--out", str(tmp_path / "o"), "--reward-model", str(tmp_path / "half")])
+    assert "not those of an adapter" in error and "layers.1" in error, "what is missing would be random"
 
 
 def test_B2_without_a_reward_model_it_says_so_and_trains_one_with_the_same_model_and_seed(
@@ -3092,7 +3146,7 @@ def test_B2_without_a_reward_model_it_says_so_and_trains_one_with_the_same_model
     monkeypatch.chdir(tmp_path)
     commands = []
     monkeypatch.setattr(
-        ppo.subprocess, "run", lambda command, **k: commands.append(command) or SimpleNamespace(returncode=2)
+        ppo.subprocess, "Popen", lambda command: commands.append(command) or SimpleNamespace(wait=lambda: 2)
     )
     with pytest.raises(SystemExit) as end:
         ppo.main(["--model", "tiny_llama", "--seed", "7", "--device", "cpu"])
