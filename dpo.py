@@ -5,10 +5,10 @@
     x: the prompt      y_w: the chosen answer      y_l: the rejected answer      log pi(y|x): the sum over y's tokens
 
 In memory: one model. The policy is its frozen weights plus a LoRA adapter; the reference is the same weights with the
-adapter switched off, needed once: its log-probs never change, so they are computed before training. Off-line: the
-answers are sampled before training, by the model itself, and a rater pairs the best with the worst.
+adapter switched off; its log-probs of the pairs never change, so they are computed once, before training. The data is
+off-policy: the answers are sampled before training, by the model itself, and happiness() pairs the best with the worst.
 
-    python dpo.py                           # babylm/babyllama-100m-2024; offline the embedded tiny_llama
+    python dpo.py                           # babylm/babyllama-100m-2024; or tiny_llama, if it cannot be had
     python dpo.py --data runs/dpo/pairs.jsonl --loss-type apo_zero  # the same pairs again, or a file of your own
 
 DPO (arXiv 2305.18290); dpo_loss cites the papers of its twelve variants.
@@ -64,7 +64,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
 
         sigmoid    S(beta h)                                                   DPO, 2305.18290 eq. 7 (s > 0: cDPO)
         robust     ((1 - s) L(beta h) - s L(-beta h)) / (1 - 2 s)              rDPO, 2403.00409
-        exo_pair   KL of (sigmoid(beta h), sigmoid(-beta h)) from (1 - s, s)   EXO, 2402.00856 eq. 16; s = 0 is 1e-3
+        exo_pair   KL((p, q) || (1 - s, s)), p, q = sigmoid(+-beta h)          EXO, 2402.00856 eq. 16; s = 0 is 1e-3
         hinge      max(0, 1 - beta h)                                          RSO, 2309.06657, after SLiC, 2305.10425
         ipo        (h - 1 / (2 beta))^2                                        IPO, 2310.12036 eq. 17
         bco_pair   L(beta c - d) + L(d - beta r), d = mean of the rewards      BCO, 2404.04656 (TRL: a running mean)
@@ -77,7 +77,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         discopop   (1 - m) L(x) + m exp(-x), m = sigmoid(x / discopop_tau)     DiscoPOP, 2406.08414 eq. 5
 
     f is f_divergence_type (f-DPO, 2309.16240 table 1, in the log-ratio u; constants cancel): "reverse_kl" u,
-    "js_divergence" log sigmoid(u), "alpha_divergence" -exp(-alpha u) / alpha. Exponents are kept below 40, so that
+    "js_divergence" log sigmoid(u), "alpha_divergence" -exp(-alpha u) / alpha. Exponents are at most 40, so that
     even ipo's square is finite. Names, and the numbers of EXO's, SPPO's, APO's and DiscoPOP's equations, are TRL's.
     bco_pair, aot_pair and aot compare the pairs of a batch, so a loss there belongs to no single pair.
     Shown by B14-B17 in test_losses.py: ln 2 at the start; c = 1, r = -1 gives 0.598139, with s = 0.1 0.618139.
@@ -124,7 +124,8 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         "apo_down": lambda: torch.sigmoid(beta * c) + torch.sigmoid(-x),
         "discopop": lambda: (1 - m) * L(x) + m * torch.exp((-x).clamp(max=40)),
     }
-    smoothed, divergent = ("sigmoid", "robust", "exo_pair", "aot_pair", "aot"), list(losses)[:5]
+    smoothed = ("sigmoid", "robust", "exo_pair", "aot_pair", "aot")
+    divergent = ("sigmoid", "robust", "exo_pair", "hinge", "ipo")
     if loss_type not in losses:
         raise ValueError(f"unknown loss_type {loss_type!r}: {', '.join(losses)}")
     if not 0 <= s < 0.5:
@@ -196,8 +197,8 @@ def load(args):
             folder = Path(config or stop(f"--model {name}: the folder has no config.json")).parent
         options = {"dtype": args.dtype, "use_safetensors": True, "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
-        for key in sorted(info["missing_keys"]):
-            raise ValueError(f"its file lacks {key}, which would be random")
+        if info["missing_keys"]:
+            raise ValueError(f"its file lacks {min(info['missing_keys'])}, which would be random")
         model.name_or_path = str(source)  # which the adapter will be saved with
         return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
@@ -221,11 +222,11 @@ def load(args):
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= model.get_input_embeddings().weight.shape[0]:
         stop(f"the tokenizer of {name!r} has an EOS or pad token that the model does not know")
-    weights = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
-    for target in sorted(set(args.lora_targets) - weights):
-        stop(f"--lora-targets {target}: the model has no such layer; it has {', '.join(sorted(weights))}")
+    layers = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
+    if unknown := sorted(set(args.lora_targets) - layers):
+        stop(f"--lora-targets {unknown[0]}: the model has no such layer; it has {', '.join(sorted(layers))}")
     args.model = name
-    return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
+    return model.to(args.device).eval(), tokenizer  # eval: no dropout, or policy, reference and sampler would differ
 
 
 def hub_has(name):
@@ -252,7 +253,7 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
         attention_mask=attention_mask[:, :-1],
         position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
         use_cache=False,
-        logits_to_keep=torch.arange(-num_tokens, 0),  # none for the prompt; indices are faster here than a number
+        logits_to_keep=torch.arange(-num_tokens, 0),  # only the completion's; indices, because a number is slower
     ).logits.float()  # (B, T, V)
     logits = logits if temperature == 1 else logits / temperature
     targets = input_ids[:, -num_tokens:]  # (B, T)
@@ -271,8 +272,8 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
     """Sample a completion for each left-padded prompt: (B, P), (B, P) -> its ids and their log-probs, (B, T) each.
 
     The ids are padded after the EOS. Plain sampling from the softmax: with top-k or top-p the tokens would come from
-    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with;
-    token_log_probs gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
+    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with; a
+    pass over the whole text gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
     """
     keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -296,8 +297,8 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
 def complete(model, tokenizer, prompts, args):
     """Sample one completion per prompt: ids (N, L), attention_mask (N, L), mask (N, T), N texts, log-probs (N, T)."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
-    options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
-    options["pad_token_id"] = tokenizer.pad_token_id
+    options = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    options["temperature"] = args.temperature
     ids, log_probs = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
     mask = completion_mask(ids, tokenizer.eos_token_id)
     texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, mask.sum(dim=1), strict=True)]
@@ -321,7 +322,7 @@ def evaluate(model, tokenizer, args):
                 ref_log_probs = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             kl.append((log_probs - ref_log_probs)[mask.bool()])
     if not torch.cat(kl).isfinite().all():
-        raise ArithmeticError("the log-probs of the held-out answers are not finite")
+        raise FloatingPointError("the log-probs of the held-out answers are not finite")
     estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
     return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
 
@@ -330,22 +331,26 @@ def evaluate(model, tokenizer, args):
 
 
 def make_pairs(model, tokenizer, prompts, args):
-    """The rater's best and worst of num_generations answers to each prompt: [{"prompt", "chosen", "rejected"}, ...].
+    """Pairs of num_generations answers to each prompt, by their happiness: [{"prompt", "chosen", "rejected"}, ...].
 
-    Where all answers are equally good there is nothing to choose: no pair. An answer that max_completion_length cut
-    short of its EOS is marked: "chosen_truncated" or "rejected_truncated".
+    The best with the worst; then, up to pairs_per_prompt and not for HELD_OUT_PROMPTS, the second best with the second
+    worst and so on. Where two answers are equally good there is nothing to choose: no pair. An answer that
+    max_completion_length cut short of its EOS is marked: "chosen_truncated" or "rejected_truncated".
     """
     pairs, K = [], args.num_generations
     for start in tqdm(range(0, len(prompts), 8), desc="making pairs", unit="batch", leave=False):
         batch = [prompt for prompt in prompts[start : start + 8] for _ in range(K)]
         ids, _, mask, texts, _ = complete(model, tokenizer, batch, args)
         ended = (ids[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(dim=1).tolist()
+        scores = [happiness(text) for text in texts]
         for first in range(0, len(batch), K):
-            worst, *_, best = sorted(range(first, first + K), key=lambda row: happiness(texts[row]))
-            if happiness(texts[best]) > happiness(texts[worst]):
-                pair = {"prompt": batch[first], "chosen": texts[best], "rejected": texts[worst]}
-                rows = {"chosen": best, "rejected": worst}
-                pairs.append(pair | {f"{name}_truncated": True for name, row in rows.items() if not ended[row]})
+            worst_first = sorted(range(first, first + K), key=scores.__getitem__)
+            count = 1 if batch[first] in HELD_OUT_PROMPTS else args.pairs_per_prompt
+            for worst, best in zip(worst_first[:count], worst_first[::-1], strict=False):
+                if scores[best] > scores[worst]:
+                    pair = {"prompt": batch[first], "chosen": texts[best], "rejected": texts[worst]}
+                    rows = {"chosen": best, "rejected": worst}
+                    pairs.append(pair | {f"{name}_truncated": True for name, row in rows.items() if not ended[row]})
     return pairs
 
 
@@ -360,6 +365,7 @@ def read_pairs(path):
         try:
             if line.strip():
                 pairs.append(json.loads(line.decode()))
+                # Raises unless all three are texts, and texts that UTF-8 can hold.
                 prompt, *_ = (pairs[-1][name].encode() for name in ("prompt", "chosen", "rejected"))
                 if not prompt.strip():
                     raise ValueError("the prompt is blank")
@@ -370,11 +376,11 @@ def read_pairs(path):
 
 
 def split_pairs(pairs):
-    """(pairs to train on, held-out pairs), no prompt in both. Held out are HELD_OUT_PROMPTS or, where the pairs are of
-    other prompts, a tenth of those (two at least; none of fewer than four)."""
+    """(pairs to train on, held-out pairs), no prompt in both. Held out are the pairs of HELD_OUT_PROMPTS or, where none
+    or all of them are, those of a tenth of the prompts (of two at least; of none if there are fewer than four)."""
     prompts = list(dict.fromkeys(pair["prompt"] for pair in pairs))
     held_out = set(prompts) & set(HELD_OUT_PROMPTS)
-    if len(held_out) in (0, len(prompts)):  # none, or nothing else
+    if len(held_out) in (0, len(prompts)):
         held_out = set(prompts[:: min(10, (len(prompts) + 1) // 2)] if len(prompts) > 3 else [])
     return [p for p in pairs if p["prompt"] not in held_out], [p for p in pairs if p["prompt"] in held_out]
 
@@ -392,7 +398,7 @@ def encode_pairs(tokenizer, pairs, context):
         for name, ids in zip(names[1:], answers, strict=True):
             if eos in ids:  # a text that spells the EOS out ends there
                 del ids[ids.index(eos) :]
-            if not ids or not pair.get(f"{name}_truncated"):
+            if not ids or not pair.get(f"{name}_truncated"):  # an answer has one token at least
                 ids.append(eos)
         room = min(len(prompt), context - max(map(len, answers)))
         if room > 0:
@@ -417,7 +423,7 @@ def pair_log_probs(model, pairs, args):
         attention_mask = [[0] * (P - len(p)) + [1] * len(p + a) + [0] * (T - len(a)) for p, a in texts]
         ids, attention_mask = torch.tensor([ids, attention_mask], device=args.device)  # (2b, L) each
         log_probs = token_log_probs(model, ids, attention_mask, T, args.temperature)  # (2b, T)
-        average = args.loss_type == "ipo"  # or else its regression would aim at longer answers
+        average = args.loss_type == "ipo"  # its target, 1 / (2 beta), is the same for answers of any length
         yield rows, sequence_log_probs(log_probs, attention_mask[:, -T:], average).view(2, -1)
 
 
@@ -451,9 +457,9 @@ def train(model, pairs, args):
         batch, queue = queue[: args.prompts_per_step], queue[args.prompts_per_step :]
         batch, ref = [pairs[i] for i in batch], reference[:, batch]  # (2, B)
 
-        # 3. The loss of the whole batch, in which a micro-batch's rows alone carry a gradient: the gradients add up to
-        #    the batch's, even where the loss compares pairs with each other. Such a loss needs the other rows' values
-        #    first; for the others any values do, here the reference's.
+        # 3. Every micro-batch computes the loss of the whole batch, but only its own rows carry a gradient; those
+        #    add up to the batch's. A loss that compares pairs needs the true values of all rows, hence a first pass
+        #    without gradient; to any other loss the remaining rows do not matter, so the reference's values do.
         coupled = args.loss_type in ("bco_pair", "aot_pair", "aot") and 2 * len(batch) > args.micro_batch_size
         log_probs = all_log_probs(model, batch, args) if coupled else ref  # (2, B)
         for rows, new in pair_log_probs(model, batch, args):
@@ -465,7 +471,7 @@ def train(model, pairs, args):
         metrics = {name: values.mean() for name, values in pair_metrics(log_probs.detach(), ref, args).items()}
         loss, grad_norm = metrics["loss"], torch.nn.utils.clip_grad_norm_(trained, 1.0)
         if not (loss.isfinite() and grad_norm.isfinite()):
-            raise ArithmeticError(f"step {step}: the loss is {loss.item()}, its gradient's norm {grad_norm.item()}")
+            raise FloatingPointError(f"step {step}: the loss is {loss}, the norm of its gradient {grad_norm}")
         optimizer.step()
         optimizer.zero_grad()
         yield {"step": step, "samples": step * 2 * len(batch), **metrics, "grad_norm": grad_norm}
@@ -503,7 +509,8 @@ def parse_args(argv):
     add = parser.add_argument
     add("--data", type=Path, help="JSONL file of pairs (prompt, chosen, rejected); without it the model makes them")
     add("--prompts", type=Path, help="file to make pairs from instead of the built-in prompts, one a line")
-    add("--pairs", type=int, default=384, help="pairs to make and train on; a quarter more is held out")
+    add("--pairs", type=int, default=384, help="pairs to try to make and train on; a quarter more is held out")
+    add("--pairs-per-prompt", type=int, default=1, help="best and worst; then second best and second worst; ...")
     add("--num-generations", type=int, default=8, help="answers that a pair is the best and the worst of")
     add("--prompts-per-step", type=int, default=16, help="pairs in a batch")
     add("--beta", type=float, default=0.3, help="how much it costs to leave the reference")
@@ -516,8 +523,10 @@ def parse_args(argv):
         stop("--prompts is what pairs are made from, and --data brings them: give one of the two")
     if args.num_generations < 2:
         stop("--num-generations must be at least 2: a pair is the best and the worst of them")
+    if args.num_generations < 2 * args.pairs_per_prompt:
+        stop("--pairs-per-prompt must be at most half of --num-generations: no answer is in two pairs")
     try:
-        pair_metrics(*torch.zeros(2, 2, 1), args)
+        pair_metrics(*torch.zeros(2, 2, 1), args)  # dpo_loss refuses options that do not go together
     except ValueError as error:
         stop(str(error))
     return args
@@ -532,11 +541,12 @@ def main(argv=None):
     check_context(model, tokenizer, HELD_OUT_PROMPTS + ([] if args.data else prompts), args)
     if not args.data:
         begun = time.perf_counter()
-        sources = (prompts, args.pairs), (HELD_OUT_PROMPTS, max(args.pairs // 4, len(HELD_OUT_PROMPTS)))
-        sources = [source[i % len(source)] for source, count in sources for i in range(count)]
-        pairs = make_pairs(model, tokenizer, sources, args)
-        seconds, ties = time.perf_counter() - begun, len(sources) - len(pairs)
-        print(f"{len(pairs)} pairs made in {seconds:.1f} s; {ties} left out, all answers being equally good")
+        count = math.ceil(args.pairs / args.pairs_per_prompt)
+        parts = (prompts, count), (HELD_OUT_PROMPTS, max(count // 4, len(HELD_OUT_PROMPTS)))
+        asked = [part[i % len(part)] for part, count in parts for i in range(count)]
+        pairs = make_pairs(model, tokenizer, asked, args)
+        seconds = time.perf_counter() - begun
+        print(f"{len(pairs)} pairs from {len(asked)} prompts made in {seconds:.1f} s; equally good answers make none")
     context = getattr(model.config, "max_position_embeddings", math.inf)
     encoded, held_out = (encode_pairs(tokenizer, part, context) for part in split_pairs(pairs))
     too_long = len(pairs) - len(encoded) - len(held_out)
@@ -557,22 +567,22 @@ def main(argv=None):
         (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
 
     shown = ["loss", "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected"]
-    shown += ["logps/chosen", "logps/rejected"]
+    shown = {name: name for name in [*shown, "logps/chosen", "logps/rejected"]}
     records = train(model, encoded, args)
-    same = {name: name for name in shown}
-    summary = run(args, model, start=start, records=records, judge=judge, write=write, shown=same)
+    summary = run(args, model, start=start, records=records, judge=judge, write=write, shown=shown)
+
+    def change(name):
+        value = summary[f"{name}_after"]["mean"] - summary[f"{name}_before"]["mean"]
+        return f"{'rose' if value > 0 else 'fell'} by {abs(value):.3f}"
+
     if len(held_out) > 1:  # most losses reward only the margin: it may grow while both answers become less likely
-        change = {name: summary[f"{name}_after"]["mean"] - summary[f"{name}_before"]["mean"] for name in shown}
-        verb = {name: f"{'rose' if value > 0 else 'fell'} by {abs(value):.3f}" for name, value in change.items()}
-        print(
-            f"held-out pairs: the margin {verb['rewards/margins']} while the log-probs of the chosen answers"
-            f" {verb['logps/chosen']} and those of the rejected ones {verb['logps/rejected']}"
-        )
+        fate = f"chosen answers {change('logps/chosen')} and those of the rejected ones {change('logps/rejected')}"
+        print(f"held-out pairs: the margin {change('rewards/margins')} while the log-probs of the {fate}")
     return summary
 
 
 def stop(sentence, status=2):
-    """Print one sentence on stderr and exit; status 2 is a mistake by the user."""
+    """Print one sentence on stderr and exit: 2 if options, files or numbers are at fault, 130 after Ctrl-C."""
     print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -598,7 +608,7 @@ def common_options(**defaults):
 
 
 def check_args(args):
-    """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
+    """Refuse what cannot work, make the --out folder, seed torch; device and dtype become torch's."""
     for name, value in vars(args).items():
         zero_allowed = name in ("seed", "beta", "kl_coef", "lam", "label_smoothing", "missing_eos_penalty")
         if type(value) in (int, float) and not (0 < value < 1e18 or zero_allowed and value == 0):
@@ -615,11 +625,14 @@ def check_args(args):
         args.out.mkdir(parents=True, exist_ok=True)
         if any(args.out.iterdir()) and not (args.out / "summary.json").is_file():
             stop(f"--out {args.out} is neither empty nor an earlier result: name another folder")
+        if not os.access(args.out.resolve().parent, os.W_OK):
+            stop(f"--out {args.out} cannot be replaced: the folder that it is in is not writable")
     except OSError as error:
         stop(f"--out {args.out} cannot be written: {error.strerror}")
     for name in ("model", "prompts", "data", "reward_model"):
         path = Path(getattr(args, name, None) or "/").resolve()
-        if args.out.resolve() in (path, *path.parents) and path.name != "pairs.jsonl":  # which a result holds again
+        again = name == "data" and path.name == "pairs.jsonl"  # the new result will hold it, too
+        if args.out.resolve() in (path, *path.parents) and not again:
             stop(f"--out {args.out} would replace what --{name.replace('_', '-')} reads: name another folder")
     if args.dtype == "auto":
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
@@ -656,7 +669,10 @@ def estimate(values):
 def run(args, model, *, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
 
-    Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
+    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt, answer), ...]). write(folder) saves the
+    model. shown: {label: metric} for the bar and the curves.
+    Ctrl-C, or a number that is not finite: the weights of the last whole step are saved, if there is one; exit status
+    130 or 2. Ctrl-C while saving: it is saved once more.
     """
     history, summary, stopped, status = [], {}, None, 0
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -683,7 +699,7 @@ def run(args, model, *, start, records, judge, write, shown):
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except KeyboardInterrupt:
         stopped, status = "interrupted", 130
-    except ArithmeticError as error:
+    except FloatingPointError as error:
         stopped, status = str(error), 2
     if not history:
         stop(f"{stopped}; no step was finished, so nothing is saved", status)
@@ -724,6 +740,7 @@ def save(out, write, history, summary, curves):
         figure.savefig(new / "curves.png")
     try:
         if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
             out.rename(old)
         new.rename(out)
     except OSError as error:

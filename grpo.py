@@ -9,7 +9,7 @@ In memory: one model. The policy is its frozen weights plus a LoRA adapter; the 
 adapter switched off; the old policy is a tensor of log-probs. There is no critic. The gradient flows through pi_theta's
 log-probs alone: rewards, advantages, pi_old and pi_ref are constants.
 
-    python grpo.py                          # babylm/babyllama-100m-2024; offline the embedded tiny_llama
+    python grpo.py                          # babylm/babyllama-100m-2024; or tiny_llama, if it cannot be had
     python grpo.py --model tiny_llama --beta 0 --loss-type dr_grpo
 
 DeepSeekMath (arXiv 2402.03300), DeepSeek-R1 (2501.12948); variants: DAPO (2503.14476), Dr. GRPO (2503.20783),
@@ -68,7 +68,8 @@ def kl_divergence(log_probs, ref_log_probs, kl_estimator="k3"):
 
     With delta = log_probs - ref_log_probs:  k1 = delta,  k2 = delta^2 / 2,  k3 = exp(-delta) + delta - 1 (GRPO's).
     log_probs, ref_log_probs: (B, T) of tokens sampled from the policy. Returns (B, T) in nats.
-    k1 and k3 are unbiased; k2 and k3 are never negative. k3's delta is clamped to +-20, so that exp cannot overflow.
+    k1 and k3 are unbiased; k2 and k3 are never negative. That is said of the values: as a loss, k3 has the expected
+    gradient of KL(pi_ref || pi_theta), and k1 none. k3's delta is clamped to +-20, so that exp cannot overflow.
     Shown by A13 in test_losses.py: 0 at delta = 0, 0.367879 at 1, 0.718282 at -1.
     """
     delta = log_probs - ref_log_probs
@@ -89,8 +90,8 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
 
     log_probs (pi_theta), old_log_probs (pi_old), ref_log_probs (pi_ref; None is allowed at beta=0): (B, T).
     advantages: (B,). mask: (B, T), 1 = a token the policy produced. What stands where it is 0 has no influence.
-    epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high]; epsilon=None: no clip.
-    delta: upper bound on the ratio where the advantage is negative (dual clip); None = no bound.
+    epsilon, epsilon_high (None: epsilon): bounds of the ratio, [1 - epsilon, 1 + epsilon_high]; epsilon=None: no clip.
+    delta (above 1 + epsilon_high): bound on the ratio where the advantage is negative (dual clip); None = no bound.
     loss_type: "grpo" averages over each sequence's tokens, then over the sequences; "dapo" over all tokens;
         "dr_grpo" divides the sum by B * max_completion_length (T if None).
     importance_sampling_level: "token", or "sequence" for GSPO's one ratio per sequence.
@@ -216,8 +217,8 @@ def load(args):
             folder = Path(config or stop(f"--model {name}: the folder has no config.json")).parent
         options = {"dtype": args.dtype, "use_safetensors": True, "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
-        for key in sorted(info["missing_keys"]):
-            raise ValueError(f"its file lacks {key}, which would be random")
+        if info["missing_keys"]:
+            raise ValueError(f"its file lacks {min(info['missing_keys'])}, which would be random")
         model.name_or_path = str(source)  # which the adapter will be saved with
         return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
@@ -241,11 +242,11 @@ def load(args):
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= model.get_input_embeddings().weight.shape[0]:
         stop(f"the tokenizer of {name!r} has an EOS or pad token that the model does not know")
-    weights = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
-    for target in sorted(set(args.lora_targets) - weights):
-        stop(f"--lora-targets {target}: the model has no such layer; it has {', '.join(sorted(weights))}")
+    layers = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
+    if unknown := sorted(set(args.lora_targets) - layers):
+        stop(f"--lora-targets {unknown[0]}: the model has no such layer; it has {', '.join(sorted(layers))}")
     args.model = name
-    return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
+    return model.to(args.device).eval(), tokenizer  # eval: no dropout, or policy, reference and sampler would differ
 
 
 def hub_has(name):
@@ -272,7 +273,7 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
         attention_mask=attention_mask[:, :-1],
         position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
         use_cache=False,
-        logits_to_keep=torch.arange(-num_tokens, 0),  # none for the prompt; indices are faster here than a number
+        logits_to_keep=torch.arange(-num_tokens, 0),  # only the completion's; indices, because a number is slower
     ).logits.float()  # (B, T, V)
     logits = logits if temperature == 1 else logits / temperature
     targets = input_ids[:, -num_tokens:]  # (B, T)
@@ -291,8 +292,8 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
     """Sample a completion for each left-padded prompt: (B, P), (B, P) -> its ids and their log-probs, (B, T) each.
 
     The ids are padded after the EOS. Plain sampling from the softmax: with top-k or top-p the tokens would come from
-    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with;
-    token_log_probs gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
+    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with; a
+    pass over the whole text gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
     """
     keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -316,8 +317,8 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
 def complete(model, tokenizer, prompts, args):
     """Sample one completion per prompt: ids (N, L), attention_mask (N, L), mask (N, T), N texts, log-probs (N, T)."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
-    options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
-    options["pad_token_id"] = tokenizer.pad_token_id
+    options = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    options["temperature"] = args.temperature
     ids, log_probs = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
     mask = completion_mask(ids, tokenizer.eos_token_id)
     texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, mask.sum(dim=1), strict=True)]
@@ -341,7 +342,7 @@ def evaluate(model, tokenizer, args):
                 ref_log_probs = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             kl.append((log_probs - ref_log_probs)[mask.bool()])
     if not torch.cat(kl).isfinite().all():
-        raise ArithmeticError("the log-probs of the held-out answers are not finite")
+        raise FloatingPointError("the log-probs of the held-out answers are not finite")
     estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
     return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
 
@@ -371,8 +372,9 @@ def train(model, tokenizer, prompts, args):
         # 3. Advantages: how much better is an answer than the others to its prompt?
         advantages = group_advantages(rewards, args.num_generations, args.scale_rewards)  # (N,)
 
-        # 4. The reference's log-probs: the same model without its adapter. At beta = 0 they are not needed.
         pieces = mask.sum(dim=1).argsort().split(args.micro_batch_size)  # rows of similar length: little padding
+
+        # 4. The reference's log-probs: the same model without its adapter. At beta = 0 they are not needed.
         ref_log_probs = None
         if args.beta > 0:
             ref_log_probs = torch.zeros(mask.shape, device=args.device)
@@ -382,26 +384,28 @@ def train(model, tokenizer, prompts, args):
 
         # 5. Update: num_iterations optimizer steps on the same answers.
         normalizer = {"grpo": len(ids), "dapo": mask.sum(), "dr_grpo": len(ids) * args.max_completion_length}
-        old_log_probs = None
+        loss_options["normalizer"] = normalizer[args.loss_type]  # of the whole batch, whatever part of it the loss sees
+        old_log_probs = None  # until the first iteration has read them: there the ratio is exactly 1
         for _ in range(args.num_iterations):
             log_probs = torch.zeros(mask.shape, device=args.device)
             for rows in pieces:
                 new = token_log_probs(model, ids[rows], attention_mask[rows], T, args.temperature)  # (B, T)
                 log_probs[rows] = new.detach()
-                old = new.detach() if old_log_probs is None else old_log_probs[rows]  # first iteration: the ratio is 1
+                old = new.detach() if old_log_probs is None else old_log_probs[rows]
                 ref = None if ref_log_probs is None else ref_log_probs[rows]
-                part = new, old, ref, advantages[rows], mask[rows]
-                grpo_loss(*part, normalizer=normalizer[args.loss_type], **loss_options)[0].backward()
+                grpo_loss(new, old, ref, advantages[rows], mask[rows], **loss_options)[0].backward()
             old_log_probs = log_probs if old_log_probs is None else old_log_probs
             # Loss and metrics of the whole batch, not the mean of the micro-batches' means.
             loss, metrics = grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, **loss_options)
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not (loss.isfinite() and grad_norm.isfinite()):
-                raise ArithmeticError(f"step {step}: the loss is {loss.item()}, its gradient's norm {grad_norm.item()}")
+                raise FloatingPointError(
+                    f"step {step}: the loss is {loss.item()}, its gradient's norm {grad_norm.item()}"
+                )
             optimizer.step()
             optimizer.zero_grad()
 
-        # 6. Report.
+        # 6. Report, the loss and what clips it as the last iteration saw them before its update.
         std = rewards.view(-1, args.num_generations).std(dim=1)
         metrics |= {"loss": loss, "grad_norm": grad_norm, "reward": rewards.mean(), "reward_std": std.mean()}
         metrics["frac_reward_zero_std"] = (std == 0).float().mean()
@@ -411,14 +415,14 @@ def train(model, tokenizer, prompts, args):
 
 
 def checked(rewards, completions, step):
-    """The rewards as floats. ArithmeticError unless they are one finite number per completion."""
-    rewards = rewards.tolist() if isinstance(rewards, torch.Tensor) else rewards
+    """The rewards as floats. FloatingPointError unless they are one finite number per completion."""
+    rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
     if not isinstance(rewards, list | tuple) or len(rewards) != len(completions):
         got = f"{len(rewards)} values" if isinstance(rewards, list | tuple) else repr(rewards)
-        raise ArithmeticError(f"step {step}: the reward returned {got} for {len(completions)} completions")
-    for i, value in enumerate(rewards):
+        raise FloatingPointError(f"step {step}: the reward returned {got} for {len(completions)} completions")
+    for value, completion in zip(rewards, completions, strict=True):
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ArithmeticError(f"step {step}: the reward of completion {i} is {value!r}: {completions[i]!r}")
+            raise FloatingPointError(f"step {step}: the reward of {completion!r} is {value!r}, not a finite number")
     return [float(value) for value in rewards]
 
 
@@ -443,7 +447,9 @@ def parse_args(argv):
     args = check_args(parser.parse_args(argv))
     if args.num_generations < 2:
         stop("--num-generations must be at least 2: an answer is compared with the others to its prompt")
-    if args.delta is not None and args.epsilon is not None and args.delta <= 1 + (args.epsilon_high or args.epsilon):
+    if args.epsilon is None and args.epsilon_high is not None:
+        stop("--epsilon-high has no meaning with --epsilon none")
+    if args.delta is not None and args.delta <= 1 + (args.epsilon_high or args.epsilon or 0):
         stop(f"--delta must be above 1 + epsilon, where the clip ends, not {args.delta}")
     return args
 
@@ -468,7 +474,7 @@ def main(argv=None):
 
 
 def stop(sentence, status=2):
-    """Print one sentence on stderr and exit; status 2 is a mistake by the user."""
+    """Print one sentence on stderr and exit: 2 if options, files or numbers are at fault, 130 after Ctrl-C."""
     print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -499,7 +505,7 @@ def common_options(**defaults):
 
 
 def check_args(args):
-    """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
+    """Refuse what cannot work, make the --out folder, seed torch; device and dtype become torch's."""
     for name, value in vars(args).items():
         zero_allowed = name in ("seed", "beta", "kl_coef", "lam", "label_smoothing", "missing_eos_penalty")
         if type(value) in (int, float) and not (0 < value < 1e18 or zero_allowed and value == 0):
@@ -516,11 +522,14 @@ def check_args(args):
         args.out.mkdir(parents=True, exist_ok=True)
         if any(args.out.iterdir()) and not (args.out / "summary.json").is_file():
             stop(f"--out {args.out} is neither empty nor an earlier result: name another folder")
+        if not os.access(args.out.resolve().parent, os.W_OK):
+            stop(f"--out {args.out} cannot be replaced: the folder that it is in is not writable")
     except OSError as error:
         stop(f"--out {args.out} cannot be written: {error.strerror}")
     for name in ("model", "prompts", "data", "reward_model"):
         path = Path(getattr(args, name, None) or "/").resolve()
-        if args.out.resolve() in (path, *path.parents) and path.name != "pairs.jsonl":  # which a result holds again
+        again = name == "data" and path.name == "pairs.jsonl"  # the new result will hold it, too
+        if args.out.resolve() in (path, *path.parents) and not again:
             stop(f"--out {args.out} would replace what --{name.replace('_', '-')} reads: name another folder")
     if args.dtype == "auto":
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
@@ -557,7 +566,10 @@ def estimate(values):
 def run(args, model, *, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
 
-    Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
+    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt, answer), ...]). write(folder) saves the
+    model. shown: {label: metric} for the bar and the curves.
+    Ctrl-C, or a number that is not finite: the weights of the last whole step are saved, if there is one; exit status
+    130 or 2. Ctrl-C while saving: it is saved once more.
     """
     history, summary, stopped, status = [], {}, None, 0
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -584,7 +596,7 @@ def run(args, model, *, start, records, judge, write, shown):
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except KeyboardInterrupt:
         stopped, status = "interrupted", 130
-    except ArithmeticError as error:
+    except FloatingPointError as error:
         stopped, status = str(error), 2
     if not history:
         stop(f"{stopped}; no step was finished, so nothing is saved", status)
@@ -625,6 +637,7 @@ def save(out, write, history, summary, curves):
         figure.savefig(new / "curves.png")
     try:
         if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
             out.rename(old)
         new.rename(out)
     except OSError as error:

@@ -227,8 +227,8 @@ def load(args):
             folder = Path(config or stop(f"--model {name}: the folder has no config.json")).parent
         options = {"dtype": args.dtype, "use_safetensors": True, "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
-        for key in sorted(info["missing_keys"]):
-            raise ValueError(f"its file lacks {key}, which would be random")
+        if info["missing_keys"]:
+            raise ValueError(f"its file lacks {min(info['missing_keys'])}, which would be random")
         model.name_or_path = str(source)  # which the adapter will be saved with
         return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
@@ -252,11 +252,11 @@ def load(args):
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= model.get_input_embeddings().weight.shape[0]:
         stop(f"the tokenizer of {name!r} has an EOS or pad token that the model does not know")
-    weights = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
-    for target in sorted(set(args.lora_targets) - weights):
-        stop(f"--lora-targets {target}: the model has no such layer; it has {', '.join(sorted(weights))}")
+    layers = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
+    if unknown := sorted(set(args.lora_targets) - layers):
+        stop(f"--lora-targets {unknown[0]}: the model has no such layer; it has {', '.join(sorted(layers))}")
     args.model = name
-    return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
+    return model.to(args.device).eval(), tokenizer  # eval: no dropout, or policy, reference and sampler would differ
 
 
 def hub_has(name):
@@ -366,7 +366,7 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
         attention_mask=attention_mask[:, :-1],
         position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
         use_cache=False,
-        logits_to_keep=torch.arange(-num_tokens, 0),  # none for the prompt; indices are faster here than a number
+        logits_to_keep=torch.arange(-num_tokens, 0),  # only the completion's; indices, because a number is slower
     ).logits.float()  # (B, T, V)
     logits = logits if temperature == 1 else logits / temperature
     targets = input_ids[:, -num_tokens:]  # (B, T)
@@ -385,8 +385,8 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
     """Sample a completion for each left-padded prompt: (B, P), (B, P) -> its ids and their log-probs, (B, T) each.
 
     The ids are padded after the EOS. Plain sampling from the softmax: with top-k or top-p the tokens would come from
-    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with;
-    token_log_probs gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
+    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with; a
+    pass over the whole text gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
     """
     keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -410,8 +410,8 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
 def complete(model, tokenizer, prompts, args):
     """Sample one completion per prompt: ids (N, L), attention_mask (N, L), mask (N, T), N texts, log-probs (N, T)."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
-    options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
-    options["pad_token_id"] = tokenizer.pad_token_id
+    options = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    options["temperature"] = args.temperature
     ids, log_probs = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
     mask = completion_mask(ids, tokenizer.eos_token_id)
     texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, mask.sum(dim=1), strict=True)]
@@ -435,7 +435,7 @@ def evaluate(model, tokenizer, args):
                 ref_log_probs = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
             kl.append((log_probs - ref_log_probs)[mask.bool()])
     if not torch.cat(kl).isfinite().all():
-        raise ArithmeticError("the log-probs of the held-out answers are not finite")
+        raise FloatingPointError("the log-probs of the held-out answers are not finite")
     estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
     return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
 
@@ -496,7 +496,7 @@ def train(model, tokenizer, prompts, args):
         score = last_token_scores(scores, mask)  # (N,)
         for value, text in zip(score.tolist(), texts, strict=True):
             if not math.isfinite(value):
-                raise ArithmeticError(f"step {step}: the reward model's score of {text!r} is {value}")
+                raise FloatingPointError(f"step {step}: the reward model's score of {text!r} is {value}")
         paid = spread(scores, mask, args.score_on)
         rewards = token_rewards(paid, sampled_log_probs, ref_log_probs, mask, args.kl_coef)  # (N, T)
         cut_off = ~(ids[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(dim=1)  # (N,)
@@ -521,7 +521,7 @@ def train(model, tokenizer, prompts, args):
             critic, value_metrics = critic_loss(values, old_values, rewards, mask)
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not (policy.isfinite() and critic.isfinite() and grad_norm.isfinite()):
-                raise ArithmeticError(f"step {step}: losses {policy} and {critic}, norm of the gradient {grad_norm}")
+                raise FloatingPointError(f"step {step}: losses {policy} and {critic}, norm of the gradient {grad_norm}")
             optimizer.step()
             optimizer.zero_grad()
 
@@ -540,13 +540,15 @@ def train(model, tokenizer, prompts, args):
 
 # ---------------------------------------------------------------- command line and files
 
+REWARD_MODEL = Path("runs") / "reward_model"
+
 
 def parse_args(argv):
     """The options of this script, checked."""
     parser = common_options(steps=24, learning_rate=3e-3)
     add = parser.add_argument
     add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one per line")
-    add("--reward-model", type=Path, help="folder that reward_model.py has written; default: runs/reward_model")
+    add("--reward-model", type=Path, default=REWARD_MODEL, help="folder that reward_model.py has written")
     add("--prompts-per-step", type=int, default=32, help="prompts in a batch, with one answer each")
     add("--num-ppo-epochs", type=int, default=2, help="passes over each batch of answers")
     add("--kl-coef", type=float, default=0.2, help="weight of the KL in the reward")
@@ -571,14 +573,13 @@ def main(argv=None):
     """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
     start, args = time.perf_counter(), parse_args(argv)
     prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
-    folder = args.reward_model or Path("runs") / "reward_model"
-    if not args.reward_model and not (folder / "summary.json").exists():
-        train_reward_model(folder, args)
+    if args.reward_model == REWARD_MODEL and not (REWARD_MODEL / "summary.json").exists():
+        train_reward_model(args)
     model, tokenizer = load(args)
     check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
     config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="CAUSAL_LM")
     model = get_peft_model(model, config, adapter_name="actor").eval()  # its B is 0: actor and reference are equal
-    add_reward_model(model, folder, args)
+    add_reward_model(model, args.reward_model, args)
 
     def judge():
         with use(model, "actor"):
@@ -601,14 +602,14 @@ def main(argv=None):
     )
 
 
-def train_reward_model(folder, args):
-    """Run reward_model.py, which stands beside this file, with the same model and seed."""
-    print(f"There is no reward model in {folder}: training one with reward_model.py.", flush=True)
+def train_reward_model(args):
+    """Run reward_model.py, which stands beside this file, with the same model, prompts, seed and sampling."""
+    print(f"There is no reward model in {REWARD_MODEL}: training one with reward_model.py.", flush=True)
     script = Path(__file__).with_name("reward_model.py")
     if not script.exists():
         stop(f"{script} is missing: name a folder that it has written with --reward-model")
     options = {name: getattr(args, name) for name in ("model", "prompts", "device", "seed", "temperature")}
-    options |= {"out": folder, "dtype": str(args.dtype)[6:], "max-completion-length": args.max_completion_length}
+    options |= {"out": REWARD_MODEL, "dtype": str(args.dtype)[6:], "max-completion-length": args.max_completion_length}
     command = [f"--{name}={value}" for name, value in options.items() if value is not None]
     command = [sys.executable, str(script), *command, "--lora-targets", *args.lora_targets]
     process = subprocess.Popen(command)
@@ -621,7 +622,7 @@ def train_reward_model(folder, args):
 
 
 def stop(sentence, status=2):
-    """Print one sentence on stderr and exit; status 2 is a mistake by the user."""
+    """Print one sentence on stderr and exit: 2 if options, files or numbers are at fault, 130 after Ctrl-C."""
     print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -652,7 +653,7 @@ def common_options(**defaults):
 
 
 def check_args(args):
-    """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
+    """Refuse what cannot work, make the --out folder, seed torch; device and dtype become torch's."""
     for name, value in vars(args).items():
         zero_allowed = name in ("seed", "beta", "kl_coef", "lam", "label_smoothing", "missing_eos_penalty")
         if type(value) in (int, float) and not (0 < value < 1e18 or zero_allowed and value == 0):
@@ -669,11 +670,14 @@ def check_args(args):
         args.out.mkdir(parents=True, exist_ok=True)
         if any(args.out.iterdir()) and not (args.out / "summary.json").is_file():
             stop(f"--out {args.out} is neither empty nor an earlier result: name another folder")
+        if not os.access(args.out.resolve().parent, os.W_OK):
+            stop(f"--out {args.out} cannot be replaced: the folder that it is in is not writable")
     except OSError as error:
         stop(f"--out {args.out} cannot be written: {error.strerror}")
     for name in ("model", "prompts", "data", "reward_model"):
         path = Path(getattr(args, name, None) or "/").resolve()
-        if args.out.resolve() in (path, *path.parents) and path.name != "pairs.jsonl":  # which a result holds again
+        again = name == "data" and path.name == "pairs.jsonl"  # the new result will hold it, too
+        if args.out.resolve() in (path, *path.parents) and not again:
             stop(f"--out {args.out} would replace what --{name.replace('_', '-')} reads: name another folder")
     if args.dtype == "auto":
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
@@ -710,7 +714,10 @@ def estimate(values):
 def run(args, model, *, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
 
-    Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
+    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt, answer), ...]). write(folder) saves the
+    model. shown: {label: metric} for the bar and the curves.
+    Ctrl-C, or a number that is not finite: the weights of the last whole step are saved, if there is one; exit status
+    130 or 2. Ctrl-C while saving: it is saved once more.
     """
     history, summary, stopped, status = [], {}, None, 0
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -737,7 +744,7 @@ def run(args, model, *, start, records, judge, write, shown):
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except KeyboardInterrupt:
         stopped, status = "interrupted", 130
-    except ArithmeticError as error:
+    except FloatingPointError as error:
         stopped, status = str(error), 2
     if not history:
         stop(f"{stopped}; no step was finished, so nothing is saved", status)
@@ -778,6 +785,7 @@ def save(out, write, history, summary, curves):
         figure.savefig(new / "curves.png")
     try:
         if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
             out.rename(old)
         new.rename(out)
     except OSError as error:

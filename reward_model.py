@@ -7,7 +7,7 @@
 In memory: one model. Its frozen weights sample the answers; the same weights with a LoRA adapter and a head of one row
 score them. Each answer is encoded once, not once per pair it is in: K forward passes instead of K (K - 1).
 
-    python reward_model.py                  # babylm/babyllama-100m-2024; offline the embedded tiny_llama
+    python reward_model.py                  # babylm/babyllama-100m-2024; or tiny_llama, if it cannot be had
     python reward_model.py --model tiny_llama --num-generations 9 --batching by-prompt
     python reward_model.py --data my_pairs.jsonl    # {"prompt": ..., "chosen": ..., "rejected": ...}, one a line
 
@@ -146,8 +146,8 @@ def load(args):
             folder = Path(config or stop(f"--model {name}: the folder has no config.json")).parent
         options = {"dtype": args.dtype, "use_safetensors": True, "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
-        for key in sorted(info["missing_keys"]):
-            raise ValueError(f"its file lacks {key}, which would be random")
+        if info["missing_keys"]:
+            raise ValueError(f"its file lacks {min(info['missing_keys'])}, which would be random")
         model.name_or_path = str(source)  # which the adapter will be saved with
         return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
@@ -171,11 +171,11 @@ def load(args):
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= model.get_input_embeddings().weight.shape[0]:
         stop(f"the tokenizer of {name!r} has an EOS or pad token that the model does not know")
-    weights = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
-    for target in sorted(set(args.lora_targets) - weights):
-        stop(f"--lora-targets {target}: the model has no such layer; it has {', '.join(sorted(weights))}")
+    layers = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
+    if unknown := sorted(set(args.lora_targets) - layers):
+        stop(f"--lora-targets {unknown[0]}: the model has no such layer; it has {', '.join(sorted(layers))}")
     args.model = name
-    return model.to(args.device).eval(), tokenizer  # eval, always: with dropout the first ratio would not be 1
+    return model.to(args.device).eval(), tokenizer  # eval: no dropout, or policy, reference and sampler would differ
 
 
 def hub_has(name):
@@ -220,8 +220,8 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
     """Sample a completion for each left-padded prompt: (B, P), (B, P) -> its ids and their log-probs, (B, T) each.
 
     The ids are padded after the EOS. Plain sampling from the softmax: with top-k or top-p the tokens would come from
-    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with;
-    token_log_probs gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
+    another distribution than the one that is trained. The log-probs are those that the tokens were drawn with; a
+    pass over the whole text gives the same but for rounding (which bfloat16 makes visible), and with a gradient.
     """
     keywords = {CACHE: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": torch.tensor([-1])}
     ids, mask, position = prompt_ids, prompt_mask, (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -245,8 +245,8 @@ def sample(model, prompt_ids, prompt_mask, max_completion_length, *, temperature
 def complete(model, tokenizer, prompts, args):
     """Sample one completion per prompt: ids (N, L), attention_mask (N, L), mask (N, T), N texts, log-probs (N, T)."""
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt").to(args.device)
-    options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id}
-    options["pad_token_id"] = tokenizer.pad_token_id
+    options = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    options["temperature"] = args.temperature
     ids, log_probs = sample(model, prompt.input_ids, prompt.attention_mask, args.max_completion_length, **options)
     mask = completion_mask(ids, tokenizer.eos_token_id)
     texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, mask.sum(dim=1), strict=True)]
@@ -291,10 +291,10 @@ def evaluate_scores(model, tokenizer, sets, held_out, args):
             columns["chosen_score"].append(scores[better].mean())
             columns["rejected_score"].append(scores[worse].mean())
     if len(columns["accuracy"]) < 2:
-        raise ArithmeticError("answers to fewer than two held-out prompts differ, so there are no pairs to judge by")
+        raise FloatingPointError("answers to fewer than two held-out prompts differ, so there are no pairs to judge by")
     scores = [answer_scores(model, group["rows"], tokenizer.pad_token_id).tolist() for group in sets]
     if not all(math.isfinite(x) for row in scores for x in row):
-        raise ArithmeticError("the scores of the held-out answers are not finite")
+        raise FloatingPointError("the scores of the held-out answers are not finite")
     columns["happiness"] = [h for group in sets for h in group["happiness"]]
     columns["best_of_8"] = [g["happiness"][s.index(max(s))] for s, g in zip(scores, sets, strict=True)]
     columns["best_of_8_by_rater"] = [max(group["happiness"]) for group in sets]
@@ -325,7 +325,7 @@ def train(model, tokenizer, groups, args):
             scores.append(backward(model, tokenizer, part, args))
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not (scores[-1].isfinite().all() and grad_norm.isfinite()):
-                raise ArithmeticError(f"step {step}: a score or the gradient is not finite (its norm: {grad_norm})")
+                raise FloatingPointError(f"step {step}: a score or the gradient is not finite (its norm: {grad_norm})")
             optimizer.step()
             optimizer.zero_grad()
 
@@ -431,7 +431,7 @@ def main(argv=None):
 
 
 def stop(sentence, status=2):
-    """Print one sentence on stderr and exit; status 2 is a mistake by the user."""
+    """Print one sentence on stderr and exit: 2 if options, files or numbers are at fault, 130 after Ctrl-C."""
     print(f"{Path(__file__).name}: {sentence}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -457,7 +457,7 @@ def common_options(**defaults):
 
 
 def check_args(args):
-    """Refuse what cannot work before anything is loaded; device and dtype become torch's."""
+    """Refuse what cannot work, make the --out folder, seed torch; device and dtype become torch's."""
     for name, value in vars(args).items():
         zero_allowed = name in ("seed", "beta", "kl_coef", "lam", "label_smoothing", "missing_eos_penalty")
         if type(value) in (int, float) and not (0 < value < 1e18 or zero_allowed and value == 0):
@@ -474,11 +474,14 @@ def check_args(args):
         args.out.mkdir(parents=True, exist_ok=True)
         if any(args.out.iterdir()) and not (args.out / "summary.json").is_file():
             stop(f"--out {args.out} is neither empty nor an earlier result: name another folder")
+        if not os.access(args.out.resolve().parent, os.W_OK):
+            stop(f"--out {args.out} cannot be replaced: the folder that it is in is not writable")
     except OSError as error:
         stop(f"--out {args.out} cannot be written: {error.strerror}")
     for name in ("model", "prompts", "data", "reward_model"):
         path = Path(getattr(args, name, None) or "/").resolve()
-        if args.out.resolve() in (path, *path.parents) and path.name != "pairs.jsonl":  # which a result holds again
+        again = name == "data" and path.name == "pairs.jsonl"  # the new result will hold it, too
+        if args.out.resolve() in (path, *path.parents) and not again:
             stop(f"--out {args.out} would replace what --{name.replace('_', '-')} reads: name another folder")
     if args.dtype == "auto":
         bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
@@ -508,6 +511,7 @@ def read_pairs(path):
         try:
             if line.strip():
                 pairs.append(json.loads(line.decode()))
+                # Raises unless all three are texts, and texts that UTF-8 can hold.
                 prompt, *_ = (pairs[-1][name].encode() for name in ("prompt", "chosen", "rejected"))
                 if not prompt.strip():
                     raise ValueError("the prompt is blank")
@@ -538,7 +542,7 @@ def encode_pairs(tokenizer, pairs, context):
         for name, ids in zip(names[1:], answers, strict=True):
             if eos in ids:  # a text that spells the EOS out ends there
                 del ids[ids.index(eos) :]
-            if not ids or not pair.get(f"{name}_truncated"):
+            if not ids or not pair.get(f"{name}_truncated"):  # an answer has one token at least
                 ids.append(eos)
         room = min(len(prompt), context - max(map(len, answers)))
         if room > 0:
@@ -607,7 +611,10 @@ def estimate(values):
 def run(args, model, *, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
 
-    Ctrl-C, or a loss or reward that is not finite: the weights of the last whole step are saved; exit status 130 or 2.
+    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt, answer), ...]). write(folder) saves the
+    model. shown: {label: metric} for the bar and the curves.
+    Ctrl-C, or a number that is not finite: the weights of the last whole step are saved, if there is one; exit status
+    130 or 2. Ctrl-C while saving: it is saved once more.
     """
     history, summary, stopped, status = [], {}, None, 0
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -634,7 +641,7 @@ def run(args, model, *, start, records, judge, write, shown):
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except KeyboardInterrupt:
         stopped, status = "interrupted", 130
-    except ArithmeticError as error:
+    except FloatingPointError as error:
         stopped, status = str(error), 2
     if not history:
         stop(f"{stopped}; no step was finished, so nothing is saved", status)
@@ -675,6 +682,7 @@ def save(out, write, history, summary, curves):
         figure.savefig(new / "curves.png")
     try:
         if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
             out.rename(old)
         new.rename(out)
     except OSError as error:
