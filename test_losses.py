@@ -3194,7 +3194,7 @@ for script in sys.argv[2].split():
     if script == "ppo":
         options += ["--steps", "4", "--learning-rate", "5e-3", "--reward-model", f"{sys.argv[1]}/reward_model"]
     if script == "dpo":
-        options += ["--steps", "28", "--learning-rate", "4e-3", "--pairs", "288"]
+        options += ["--steps", "28", "--pairs", "224", "--loss-type", "ipo"]
     importlib.import_module(script).main(options)
 """
 
@@ -3269,8 +3269,8 @@ def test_B12_ppo_makes_the_stories_happier_by_5_standard_errors(learned):
 def test_dpo_orders_4_of_5_held_out_pairs_and_makes_the_stories_happier_by_5_standard_errors(learned):
     summary = learned[0]["dpo"]
     accuracy, error = (summary["rewards/accuracies_after"][name] for name in ("mean", "standard_error"))
-    assert accuracy + 2 * error >= 0.8, f"{accuracy}: 4 of 5, within two standard errors of some seventy pairs"
-    assert accuracy - 3 * error > 0.5, f"{accuracy}: better than a coin"
+    assert accuracy + error >= 0.8, f"{accuracy} ± {error}: another processor's rounding may cost a standard error"
+    assert accuracy - 3 * error > 0.5, f"{accuracy} ± {error}: better than a coin"
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
 
 
