@@ -84,8 +84,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
     """
     if reference_free:
         ref_chosen = ref_rejected = torch.zeros_like(chosen)
-    if not beta > 0:
-        raise ValueError(f"beta is {beta}; it must be above 0: at 0 the policy would not matter")
+    check_loss_options(beta, loss_type, label_smoothing, f_divergence_type)
     c, r, s = chosen - ref_chosen, rejected - ref_rejected, label_smoothing
     alpha = alpha_divergence_coef
     divergences = {
@@ -93,8 +92,6 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         "js_divergence": F.logsigmoid,
         "alpha_divergence": lambda u: -torch.exp((-alpha * u).clamp(max=40)) / alpha,
     }
-    if f_divergence_type not in divergences:
-        raise ValueError(f"unknown f_divergence_type {f_divergence_type!r}: {', '.join(divergences)}")
     f = divergences[f_divergence_type]
     h, x, half = f(c) - f(r), beta * (c - r), 1 / (2 * beta)
     p, q, e = torch.sigmoid(beta * h), torch.sigmoid(-beta * h), s or 1e-3
@@ -124,17 +121,28 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         "apo_down": lambda: torch.sigmoid(beta * c) + torch.sigmoid(-x),
         "discopop": lambda: (1 - m) * L(x) + m * torch.exp((-x).clamp(max=40)),
     }
-    smoothed = ("sigmoid", "robust", "exo_pair", "aot_pair", "aot")
-    divergent = ("sigmoid", "robust", "exo_pair", "hinge", "ipo")
+    return losses[loss_type](), beta * c.detach(), beta * r.detach()
+
+
+def check_loss_options(beta, loss_type, label_smoothing, f_divergence_type):
+    """ValueError for an unknown name, a number out of range, or an option that the loss does not read."""
+    divergent = ["sigmoid", "robust", "exo_pair", "hinge", "ipo"]
+    smoothed = ["sigmoid", "robust", "exo_pair", "aot_pair", "aot"]
+    others = ["bco_pair", "sppo_hard", "nca_pair", "apo_zero", "apo_down", "discopop"]
+    losses = list(dict.fromkeys(divergent + smoothed + others))
+    divergences = ["reverse_kl", "js_divergence", "alpha_divergence"]
+    if not beta > 0:
+        raise ValueError(f"beta is {beta}; it must be above 0: at 0 the policy would not matter")
     if loss_type not in losses:
         raise ValueError(f"unknown loss_type {loss_type!r}: {', '.join(losses)}")
-    if not 0 <= s < 0.5:
-        raise ValueError(f"label_smoothing is {s}; it must be at least 0 and below 0.5")
-    if s and loss_type not in smoothed:
+    if f_divergence_type not in divergences:
+        raise ValueError(f"unknown f_divergence_type {f_divergence_type!r}: {', '.join(divergences)}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it must be at least 0 and below 0.5")
+    if label_smoothing and loss_type not in smoothed:
         raise ValueError(f"loss_type {loss_type!r} does not read label_smoothing; {', '.join(smoothed)} do")
     if f_divergence_type != "reverse_kl" and loss_type not in divergent:
         raise ValueError(f"loss_type {loss_type!r} does not read f_divergence_type; {', '.join(divergent)} do")
-    return losses[loss_type](), beta * c.detach(), beta * r.detach()
 
 
 # ---------------------------------------------------------------- the task: cheerful stories
