@@ -42,10 +42,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import snapshot_download
 from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
-from transformers.utils import cached_file, has_file
 
 # ---------------------------------------------------------------- the loss
 
@@ -188,9 +188,7 @@ GLOOMY = """sad/sadly/sadness/sadder cry/cries/cried/crying tear/tears scared/sc
 lost/lose/loses/losing dark/darkness cold alone/lonely/loneliness angry/angrily/anger hurt/hurts/hurting/pain/painful
 bad/badly/worse/worst sick/ill dead/die/dies/died/death hate/hates/hated sorry worry/worries/worried tired hungry
 broken/break/breaks/broke terrible/horrible/awful mean/cruel danger/dangerous poor gloomy/grumpy ugly wrong"""
-CHEERFUL, GLOOMY = (
-    {word: family for family in words.split() for word in family.split("/")} for words in (CHEERFUL, GLOOMY)
-)
+CHEERFUL, GLOOMY = ({w: family for family in ws.split() for w in family.split("/")} for ws in (CHEERFUL, GLOOMY))
 
 
 def happiness(text):
@@ -200,9 +198,8 @@ def happiness(text):
     cheerful words is worth no more than a sentence with three of them.
     """
     words = re.findall(r"[a-z]+", text.lower())
-    cheerful = {CHEERFUL[word] for word in words if word in CHEERFUL}
-    gloomy = {GLOOMY[word] for word in words if word in GLOOMY}
-    return max(-1.0, min(1.0, (len(cheerful) - len(gloomy)) / 3))
+    cheerful, gloomy = (len({family[word] for word in words if word in family}) for family in (CHEERFUL, GLOOMY))
+    return max(-1.0, min(1.0, (cheerful - gloomy) / 3))
 
 
 # ---------------------------------------------------------------- model and sampling
@@ -212,64 +209,52 @@ CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parame
 
 
 def load(args):
-    """The (model, tokenizer) that args.model names: a folder, or a name in the cache or on the hub.
+    """The (model, tokenizer) that args.model names: a folder, or a name on the hub or in its cache.
 
-    No name means babyllama-100m-2024 or, if neither cache nor hub gives it, tiny_llama, and a line that says so.
+    No name means babyllama-100m-2024 or, if neither hub nor cache has it, tiny_llama, and a line that says so.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)  # peft uses names that transformers has renamed
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-    def read(name, local):
-        source = folder = Path(__file__).resolve().parent / name if name == "tiny_llama" else name
-        if local:  # given a name instead of a folder, from_pretrained would ask the hub all the same
-            config = cached_file(source, "config.json", local_files_only=True)
-            folder = Path(config or stop(f"--model {name}: the folder has no config.json")).parent
+    name = "babylm/babyllama-100m-2024" if args.model is None else args.model
+    embedded = Path(__file__).resolve().parent / "tiny_llama"
+    folder = embedded if name == "tiny_llama" else Path(name)
+    try:
+        if not folder.exists():
+            download = functools.partial(snapshot_download, name, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+            with contextlib.suppress(Exception):  # the cache first, which needs no network
+                folder = Path(download(local_files_only=True))
+            try:  # the hub, which is asked once; from_pretrained would retry for a minute
+                folder = folder if any(folder.glob("*.safetensors")) else Path(download())
+            except Exception:
+                if args.model is not None:
+                    raise
+                print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
+                name, folder = "tiny_llama", embedded
+        if not (folder / "config.json").is_file():
+            raise ValueError("the folder has no config.json")
+        transformers.logging.disable_progress_bar()
         options = {"dtype": args.dtype, "use_safetensors": True, "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
         if info["missing_keys"]:
             raise ValueError(f"its file lacks {min(info['missing_keys'])}, which would be random")
-        model.name_or_path = str(source)  # which the adapter will be saved with
-        return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
-
-    name = "babylm/babyllama-100m-2024" if args.model is None else args.model
-    try:
-        try:
-            model, tokenizer = read(name, local=True)  # a folder or in the cache: no network
-        except OSError:
-            if Path(name).exists() or name == "tiny_llama":
-                raise
-            if not hub_has(name):
-                if args.model is not None:
-                    raise OSError("it is no folder, not in the cache, and the hub has none or is unreachable") from None
-                print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
-                name = "tiny_llama"
-            model, tokenizer = read(name, local=name == "tiny_llama")
-    except Exception as error:  # whatever the libraries raise over a wrong name or a broken file
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        if tokenizer.eos_token_id is None:
+            raise ValueError("its tokenizer has no end-of-text token, so no completion could end")
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= model.get_input_embeddings().weight.shape[0]:
+            raise ValueError("its tokenizer has an EOS or pad token that the model does not know")
+    except Exception as error:
         stop(f"the model {name!r} cannot be loaded: {' '.join((str(error) or repr(error)).split())[:300]}")
-    if tokenizer.eos_token_id is None:
-        stop(f"the tokenizer of {name!r} has no end-of-text token, so no completion could end")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= model.get_input_embeddings().weight.shape[0]:
-        stop(f"the tokenizer of {name!r} has an EOS or pad token that the model does not know")
     layers = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
     if unknown := sorted(set(args.lora_targets) - layers):
         stop(f"--lora-targets {unknown[0]}: the model has no such layer; it has {', '.join(sorted(layers))}")
-    args.model = name
+    args.model, model.name_or_path = name, str(embedded) if name == "tiny_llama" else name  # saved with the adapter
     return model.to(args.device).eval(), tokenizer  # eval: no dropout, or policy, reference and sampler would differ
 
 
-def hub_has(name):
-    """Whether the hub has the model, asked once: from_pretrained would retry for a minute where there is no network."""
-    try:
-        return has_file(name, ".gitattributes")  # in every repository there, in no cache: this really asks
-    except Exception:  # whatever the libraries raise
-        return False
-
-
-def add_reward_model(model, folder, args):
-    """Give the model the adapters "reward" and "critic" and a head for each, all from the folder of reward_model.py."""
-    model.heads = torch.nn.ModuleDict()
+def add_reward_model(model, args):
+    """Give the model the adapters "reward" and "critic" and a head for each, all from reward_model.py's folder."""
+    folder, model.heads = args.reward_model, torch.nn.ModuleDict()
     try:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             if not (folder / name).is_file():
@@ -572,14 +557,13 @@ def parse_args(argv):
 def main(argv=None):
     """Train, from the command line or from Python: main(["--steps", "5"]). Returns the summary."""
     start, args = time.perf_counter(), parse_args(argv)
-    prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
     if args.reward_model == REWARD_MODEL and not (REWARD_MODEL / "summary.json").exists():
         train_reward_model(args)
     model, tokenizer = load(args)
-    check_context(model, tokenizer, prompts + HELD_OUT_PROMPTS, args)
+    prompts = read_prompts(args, model, tokenizer)
     config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="CAUSAL_LM")
     model = get_peft_model(model, config, adapter_name="actor").eval()  # its B is 0: actor and reference are equal
-    add_reward_model(model, args.reward_model, args)
+    add_reward_model(model, args)
 
     def judge():
         with use(model, "actor"):
@@ -591,15 +575,8 @@ def main(argv=None):
             file.rename(folder / file.name)
         (folder / "actor").rmdir()
 
-    return run(
-        args,
-        model,
-        start=start,
-        records=train(model, tokenizer, prompts, args),
-        judge=judge,
-        write=write,
-        shown={"score": "score", "happiness": "happiness", "kl": "kl", "clip": "clip_ratio/high_mean"},
-    )
+    shown = {"score": "score", "happiness": "happiness", "kl": "kl", "clip": "clip_ratio/high_mean"}
+    return run(args, model, start, train(model, tokenizer, prompts, args), judge, write, shown)
 
 
 def train_reward_model(args):
@@ -642,7 +619,7 @@ def common_options(**defaults):
     add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results, replaced")
     add("--steps", type=int, help="training steps")
     add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
-    add("--device", default="auto", help="auto, cpu, cuda, ...")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the frozen weights")
     add("--learning-rate", type=float, help="of AdamW, constant")
     add("--max-completion-length", type=int, default=32, help="tokens a completion may have")
@@ -659,8 +636,6 @@ def check_args(args):
         if type(value) in (int, float) and not (0 < value < 1e18 or zero_allowed and value == 0):
             least = "at least 0" if zero_allowed else "above 0"
             stop(f"--{name.replace('_', '-')} must be {least} and below 1e18, not {value}")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
@@ -687,22 +662,24 @@ def check_args(args):
     return args
 
 
-def read_prompts(path):
-    """The lines of a UTF-8 file that are not blank."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
-    except (OSError, UnicodeDecodeError) as error:
-        stop(f"--prompts {path} cannot be read: {error}")
-    return [line for line in lines if line] or stop(f"--prompts {path} has only blank lines")
-
-
-def check_context(model, tokenizer, prompts, args):
-    """Refuse prompts that leave no room for a completion in the model's context."""
-    length = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids)
+def read_prompts(args, model, tokenizer):
+    """The lines of the --prompts file that are not blank, or PROMPTS. Refused if the context has no room for them."""
+    prompts = PROMPTS
+    if args.prompts:
+        try:
+            prompts = [
+                line.strip() for line in args.prompts.read_text(encoding="utf-8-sig").split("\n") if line.strip()
+            ]
+        except (OSError, UnicodeDecodeError) as error:
+            stop(f"--prompts {args.prompts} cannot be read: {error}")
+    if not prompts:
+        stop(f"--prompts {args.prompts} has only blank lines")
+    length = max(len(ids) for ids in tokenizer(prompts + HELD_OUT_PROMPTS, add_special_tokens=False).input_ids)
     context = getattr(model.config, "max_position_embeddings", math.inf)
     if length + args.max_completion_length > context:
         limit = f"the model's context of {context} tokens"
         stop(f"a prompt of {length} tokens and --max-completion-length {args.max_completion_length} exceed {limit}")
+    return prompts
 
 
 def estimate(values):
@@ -711,17 +688,19 @@ def estimate(values):
     return {"mean": values.mean().item(), "standard_error": values.std().item() / len(values) ** 0.5, "n": len(values)}
 
 
-def run(args, model, *, start, records, judge, write, shown):
-    """Judge, train behind a progress bar, judge again, report, save. Returns the summary.
+def run(args, model, start, records, judge, write, shown):
+    """Judge, train behind a progress bar, judge again, save, report. Returns the summary.
 
     records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt, answer), ...]). write(folder) saves the
     model. shown: {label: metric} for the bar and the curves.
     Ctrl-C, or a number that is not finite: the weights of the last whole step are saved, if there is one; exit status
-    130 or 2. Ctrl-C while saving: it is saved once more.
+    130 or 2.
     """
-    history, summary, stopped, status = [], {}, None, 0
-    trained = [p for p in model.parameters() if p.requires_grad]
-    count, trained_count = (sum(p.numel() for p in group) for group in (model.parameters(), trained))
+    history, summary, stopped = [], {}, None
+    trained, (trained_count, count) = (
+        [p for p in model.parameters() if p.requires_grad],
+        model.get_nb_trainable_parameters(),
+    )
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
 
     def held_out(when):
@@ -739,13 +718,11 @@ def run(args, model, *, start, records, judge, write, shown):
                 history.append({k: v if isinstance(v, int) else round(float(v), 6) for k, v in record.items()})
                 bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
                 bar.update()
-        texts_after = held_out("after")
-        for (prompt, old), (_, new) in list(zip(texts_before, texts_after, strict=True))[:2]:
+        for (prompt, old), (_, new) in list(zip(texts_before, held_out("after"), strict=True))[:2]:
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
-    except KeyboardInterrupt:
-        stopped, status = "interrupted", 130
-    except FloatingPointError as error:
-        stopped, status = str(error), 2
+    except (KeyboardInterrupt, FloatingPointError) as error:
+        stopped = str(error) or "interrupted"
+    status = 130 if stopped == "interrupted" else 2
     if not history:
         stop(f"{stopped}; no step was finished, so nothing is saved", status)
     for p, value in zip(trained, good, strict=True):
@@ -753,13 +730,16 @@ def run(args, model, *, start, records, judge, write, shown):
     summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
     summary |= {"seconds": time.perf_counter() - start, "peak_memory_mb": peak_memory_mb(args.device)}
     summary["stopped"] = stopped
-    curves = {label: [r[name] for r in history] for label, name in shown.items() if name in history[0]}
+    curves = {label: [record[name] for record in history] for label, name in shown.items() if name in history[0]}
     try:
         save(args.out, write, history, summary, curves)
     except KeyboardInterrupt:  # once more, whole
         save(args.out, write, history, summary, curves)
     for label, values in curves.items():
-        print(f"{label:>{max(map(len, curves))}} {sparkline(values)} {values[0]:.3f} to {values[-1]:.3f}")
+        few = values[:: math.ceil(len(values) / 60)]
+        low, span = min(few), max(few) - min(few) or 1
+        bars = "".join("▁▂▃▄▅▆▇█"[int((value - low) / span * 7.99)] for value in few)
+        print(f"{label:>{max(map(len, curves))}} {bars} {values[0]:.3f} to {values[-1]:.3f}")
     print(f"saved in {args.out}")
     if stopped:
         stop(f"{stopped}; the weights of step {len(history)} are saved", status)
@@ -779,13 +759,11 @@ def save(out, write, history, summary, curves):
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 2 * len(curves)), layout="constrained")
-        for axes, (label, values) in zip(figure.subplots(len(curves), squeeze=False).flat, curves.items(), strict=True):
-            axes.plot(range(1, len(values) + 1), values)
-            axes.set(xlabel="step", ylabel=label)
+        for i, (label, values) in enumerate(curves.items(), 1):
+            figure.add_subplot(len(curves), 1, i, xlabel="step", ylabel=label).plot(range(1, len(values) + 1), values)
         figure.savefig(new / "curves.png")
     try:
         if out.exists():
-            shutil.rmtree(old, ignore_errors=True)
             out.rename(old)
         new.rename(out)
     except OSError as error:
@@ -793,22 +771,14 @@ def save(out, write, history, summary, curves):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def sparkline(values):
-    """At most 60 of the values, evenly spaced, as a row of bars."""
-    values = values[:: math.ceil(len(values) / 60)]
-    low, span = min(values), max(values) - min(values) or 1
-    return "".join("▁▂▃▄▅▆▇█"[int((value - low) / span * 7.99)] for value in values)
-
-
 def peak_memory_mb(device):
     """The most memory that tensors on the GPU, or else this process, have held; None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    if sys.platform == "win32":
-        return None
-    import resource
+    with contextlib.suppress(ImportError):
+        import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 if __name__ == "__main__":
