@@ -25,7 +25,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import log_softmax
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import dpo
 import grpo
@@ -1801,6 +1808,7 @@ def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_
 
 def test_a_run_on_the_pairs_that_a_run_has_made_is_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setattr(dpo, "HELD_OUT_PROMPTS", dpo.HELD_OUT_PROMPTS[:2])  # to be quick
+    monkeypatch.setattr(dpo, "evaluate", lambda *args: ({}, []))
     few = ["--steps", "2", "--prompts-per-step", "4", "--pairs", "12", "--num-generations", "4", "--seed", "5"]
     few += ["--model", "tiny_llama", "--device", "cpu", "--max-completion-length", "10"]
     made = dpo.main([*few, "--out", str(tmp_path / "made")])
@@ -2334,92 +2342,6 @@ def reward_run(tmp_path_factory):
         summary = reward_model.main(["--model", "tiny_llama", "--device", "cpu", "--out", str(out), *few])
     assert summary["steps"] == 2 and summary["samples"] == 2 * 4 * 4 and 0 <= summary["accuracy_after"]["mean"] <= 1
     return out
-
-
-# Loads models in a process of its own, which has another seed and no network.
-NEW_PROCESS = """
-import json, shutil, sys, time
-from argparse import Namespace
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-import grpo
-
-base, grpo_run, reward_run, rows, full, cache = json.loads(sys.argv[1])
-found = {"loaded": []}
-for _ in ("empty", "full"):
-    args = Namespace(model=None, device=torch.device("cpu"), dtype=torch.float32, lora_targets=["q_proj"])
-    start = time.time()
-    grpo.load(args)
-    found["loaded"].append((args.model, time.time() - start))
-    shutil.copytree(full, cache)
-    full, cache = cache, cache + "2"
-torch.manual_seed(123)
-with torch.no_grad():
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    logits = PeftModel.from_pretrained(model, grpo_run)(input_ids=torch.tensor(rows[:1])).logits
-    found["log_probs"] = logits.log_softmax(-1)[0, :-1].gather(1, torch.tensor(rows[0])[1:, None]).sum().item()
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
-    model = PeftModel.from_pretrained(model, reward_run).eval()
-    found["scores"] = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
-print(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def new_process(tmp_path_factory, reward_run):
-    """What a new process finds: (its first line of output, {"loaded", "log_probs", "scores"}, the run, the rows)."""
-    folder = tmp_path_factory.mktemp("new_process")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
-        run_grpo(folder / "run", "--learning-rate", "0.05", steps=1)
-    hub = folder / "full" / "models--babylm--babyllama-100m-2024"
-    no_weights = shutil.ignore_patterns("work", "*.py", "*.md")
-    shutil.copytree(HERE / "tiny_llama", hub / "snapshots" / ("0" * 40), ignore=no_weights)
-    (hub / "refs").mkdir()
-    (hub / "refs" / "main").write_text("0" * 40)
-    rows = [list(range(3, 23)), list(range(40, 45)) + [2]]
-    folders = [HERE / "tiny_llama", folder / "run", reward_run, rows, folder / "full", folder / "home" / "hub"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
-    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home")}  # nothing listens there
-    command = [sys.executable, "-c", NEW_PROCESS, json.dumps(folders, default=str)]
-    got = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
-    assert got.returncode == 0, got.stderr
-    first, *_, last = got.stdout.splitlines()
-    return first, json.loads(last), folder / "run", rows
-
-
-def test_the_saved_adapter_gives_the_same_log_probs_in_a_new_process(new_process):
-    _, found, out, rows = new_process
-    model, ids = PeftModel.from_pretrained(grpo.load(options())[0], out), torch.tensor(rows[:1])
-    with torch.no_grad():
-        here = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
-        with model.disable_adapter():
-            untrained = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
-    assert found["log_probs"] == pytest.approx(here, abs=1e-3) != pytest.approx(untrained, abs=1e-3)
-
-
-def test_without_a_network_the_default_is_the_cached_model_or_else_tiny_llama_and_soon(new_process):
-    first, found, *_ = new_process
-    assert "hub cannot be reached" in first and "tiny_llama" in first, "the first line of output says so"
-    (empty, seconds), (full, seconds_cached) = found["loaded"]
-    assert empty == "tiny_llama" and full == "babylm/babyllama-100m-2024", "a cached model is used"
-    assert seconds < 10 and seconds_cached < 10, "from_pretrained alone retries for most of a minute"
-
-
-def test_the_saved_adapter_scores_the_same_in_a_new_process(reward_run, new_process, tmp_path):
-    _, found, _, rows = new_process
-    args = reward_model.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "x")])
-    model, tokenizer = reward_model.load(args)
-    weights = load_file(reward_run / "adapter_model.safetensors")
-    model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
-    model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, target_modules=args.lora_targets, task_type="SEQ_CLS"))
-    state = {k.replace(".weight", ".default.weight") if "lora" in k else k: v for k, v in weights.items()}
-    state["base_model.model.score.modules_to_save.default.weight"] = state.pop("base_model.model.score.weight")
-    assert not model.load_state_dict(state, strict=False).unexpected_keys, "adapter and head, and nothing else"
-    with torch.no_grad():
-        own = reward_model.answer_scores(model.eval(), [torch.tensor(row) for row in rows], tokenizer.pad_token_id)
-    close(found["scores"], own, "AutoModelForSequenceClassification + PeftModel give the same scores", 1e-5)
 
 
 # ================================================================ ppo.py
@@ -3157,22 +3079,44 @@ def test_a_run_leaves_an_actor_that_peft_can_load(tmp_path, trained_reward_model
 
 
 # The four scripts, long enough to learn something, in two processes beside the other tests. A small model gains next to
-# nothing from a second thread.
+# nothing from a second thread. None is told a model, and the hub cannot be reached: grpo.py and dpo.py find nothing in
+# the cache, reward_model.py and ppo.py find babyllama-100m-2024 (tiny_llama by another name).
 LEARN = """
-import importlib, json, sys
+import importlib, json, sys, time, torch
 
-for script in sys.argv[2].split():
-    options = ["--model", "tiny_llama", "--out", f"{sys.argv[1]}/{script}", "--micro-batch-size", "32"]
+scripts, rows = sys.argv[2].split(), json.loads(sys.argv[3])
+for script in scripts:
+    options = ["--out", f"{sys.argv[1]}/{script}", "--micro-batch-size", "32", "--max-completion-length", "16"]
     if script == "grpo":
         options += ["--steps", "7", "--learning-rate", "5e-3"]
     if script == "reward_model":
-        options += ["--steps", "40", "--learning-rate", "5e-3", "--rankings", "240"]
+        options += ["--steps", "32", "--learning-rate", "1e-2", "--rankings", "192"]
     if script == "ppo":
         options += ["--steps", "4", "--learning-rate", "5e-3", "--reward-model", f"{sys.argv[1]}/reward_model"]
     if script == "dpo":
         options += ["--steps", "28", "--pairs", "224", "--loss-type", "ipo"]
-    importlib.import_module(script).main(options)
+    module, found = importlib.import_module(script), {}
+
+    def load(args, load=module.load):
+        start, loaded = time.perf_counter(), load(args)
+        found["load_seconds"] = time.perf_counter() - start
+        return loaded
+
+    def run(args, model, *more, run=module.run):
+        found["summary"] = run(args, model, *more)
+        with torch.no_grad():
+            if script == "grpo":
+                ids = torch.tensor(rows[:1])
+                found["log_probs"] = module.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
+            if script == "reward_model":
+                found["scores"] = module.answer_scores(model, [torch.tensor(row) for row in rows], 0).tolist()
+        return found["summary"]
+
+    module.load, module.run = load, run
+    module.main(options)
+    print("FOUND", json.dumps(found, default=str))
 """
+ROWS = [list(range(3, 23)), list(range(40, 45)) + [2]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -3181,30 +3125,48 @@ def learning(request, tmp_path_factory):
     if not any("learned" in item.fixturenames for item in request.session.items):
         yield None
         return
-    folder, threads, processes = tmp_path_factory.mktemp("learning"), torch.get_num_threads(), []
-    with (folder / "log").open("w") as log:
-        for scripts in ("reward_model ppo", "grpo dpo"):
-            command, environment = (
-                [sys.executable, "-c", LEARN, str(folder), scripts],
-                os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-            processes.append(subprocess.Popen(command, cwd=HERE, env=environment, stdout=log, stderr=log))
-        torch.set_num_threads(1)
-        yield processes, folder
-        for process in processes:
-            process.kill()
-            process.wait()
-        torch.set_num_threads(threads)
+    folder, home, threads = (
+        tmp_path_factory.mktemp("learning"),
+        tmp_path_factory.mktemp("home"),
+        torch.get_num_threads(),
+    )
+    cached = home / "full" / "hub" / "models--babylm--babyllama-100m-2024"
+    no_weights = shutil.ignore_patterns("work", "*.py", "*.md")
+    shutil.copytree(HERE / "tiny_llama", cached / "snapshots" / ("0" * 40), ignore=no_weights)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
+    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}  # nothing listens there
+    processes, logs = [], []
+    for scripts, cache in (("reward_model ppo", "full"), ("grpo dpo", "empty")):
+        command = [sys.executable, "-c", LEARN, str(folder), scripts, json.dumps(ROWS)]
+        logs.append((home / cache).with_suffix(".log"))
+        with logs[-1].open("w") as log:
+            changed = environment | {"HF_HOME": str(home / cache), "PYTHONIOENCODING": "utf-8"}
+            processes.append(subprocess.Popen(command, cwd=HERE, env=changed, stdout=log, stderr=log))
+    torch.set_num_threads(1)
+    yield processes, logs, folder
+    for process in processes:
+        process.kill()
+        process.wait()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def learned(learning):
-    """({script: summary}, folder) of the four runs."""
-    processes, folder = learning
-    for process in processes:
-        assert process.wait(timeout=600) == 0, (folder / "log").read_text(errors="replace")[-2000:]
-    scripts = ("grpo", "reward_model", "ppo", "dpo")
-    return {script: json.loads((folder / script / "summary.json").read_text()) for script in scripts}, folder
+    """({script: what its run found}, {script: its lines of output}, folder) of the four runs."""
+    processes, logs, folder = learning
+    found, output = {}, {}
+    for process, log, scripts in zip(processes, logs, (("reward_model", "ppo"), ("grpo", "dpo")), strict=True):
+        status, text = process.wait(timeout=600), log.read_text(encoding="utf-8")
+        assert status == 0, text[-2000:]
+        for script, part in zip(scripts, text.split("FOUND "), strict=False):
+            output[script] = part.splitlines()
+        found |= {
+            script: json.loads(part.splitlines()[0])
+            for script, part in zip(scripts, text.split("FOUND ")[1:], strict=True)
+        }
+    return found, output, folder
 
 
 def gain_in_standard_errors(summary):
@@ -3213,37 +3175,69 @@ def gain_in_standard_errors(summary):
 
 
 def test_A15_training_makes_the_stories_happier_by_5_standard_errors(learned):
-    summary = learned[0]["grpo"]
+    summary = learned[0]["grpo"]["summary"]
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
     assert summary["happiness_before"]["n"] == summary["happiness_after"]["n"] == 256
     assert abs(summary["kl_before"]["mean"]) < 1e-5 < summary["kl_after"]["mean"], "0 but for rounding, then more"
 
 
 def test_a_run_starts_at_ratio_1_and_kl_0_and_leaves_metrics_and_a_summary(learned):
-    found, folder = learned
+    found, _, folder = learned
     records = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 8))
     assert records[-1]["samples"] == 7 * 8 * 8, "8 prompts a step, 8 answers each"
     assert records[0]["kl"] == records[0]["approx_kl"] == 0 < records[-1]["kl"], "the adapter starts at B = 0"
     assert abs(records[0]["loss"]) < 1e-5 < records[0]["grad_norm"], "the loss starts at 0, its gradient does not"
-    assert found["grpo"]["steps"] == 7 and found["grpo"]["stopped"] is None
-    left = {"grpo", "reward_model", "ppo", "dpo", "log"}
+    assert found["grpo"]["summary"]["steps"] == 7 and found["grpo"]["summary"]["stopped"] is None
+    left = {"grpo", "reward_model", "ppo", "dpo"}
     assert {path.name for path in folder.iterdir()} == left, "nothing half-written is left beside the results"
 
 
+def test_without_a_network_the_default_is_the_cached_model_or_else_tiny_llama_and_soon(learned):
+    found, output, _ = learned
+    models = {script: run["summary"]["model"] for script, run in found.items()}
+    assert models["grpo"] == models["dpo"] == "tiny_llama"
+    assert models["reward_model"] == models["ppo"] == "babylm/babyllama-100m-2024", "a cached model is used"
+    assert "hub cannot be reached" in output["grpo"][0] and "tiny_llama" in output["grpo"][0], "the first line says so"
+    assert all(run["load_seconds"] < 10 for run in found.values()), "from_pretrained alone retries for a minute"
+
+
+def test_the_saved_adapter_gives_the_same_log_probs_in_another_process(learned):
+    found, _, folder = learned
+    base, ids = AutoModelForCausalLM.from_pretrained(HERE / "tiny_llama", dtype=torch.float32), torch.tensor(ROWS[:1])
+    model = PeftModel.from_pretrained(base, folder / "grpo").eval()
+    with torch.no_grad():
+        trained = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
+        with model.disable_adapter():
+            untrained = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
+    assert trained == pytest.approx(found["grpo"]["log_probs"], abs=1e-3) != pytest.approx(untrained, abs=1e-3)
+
+
+def test_the_saved_reward_model_gives_the_same_scores_in_another_process(learned):
+    found, _, folder = learned
+    torch.manual_seed(123)  # a head that was not saved would be random
+    base = AutoModelForSequenceClassification.from_pretrained(HERE / "tiny_llama", num_labels=1, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, folder / "reward_model").eval()
+    with torch.no_grad():
+        scores = [model(input_ids=torch.tensor([row])).logits.item() for row in ROWS]
+    close(found["reward_model"]["scores"], scores, "what reward_model.py scores is what PEFT loads", 1e-5)
+    names = load_file(folder / "reward_model" / "adapter_model.safetensors")
+    assert all("lora" in name or name == "base_model.model.score.weight" for name in names), "adapter, head, no more"
+
+
 def test_the_reward_model_orders_4_of_5_held_out_pairs_rightly(learned):
-    summary = learned[0]["reward_model"]
+    summary = learned[0]["reward_model"]["summary"]
     assert summary["accuracy_after"]["mean"] >= 0.8, f"{summary['accuracy_before']} -> {summary['accuracy_after']}"
     assert summary["best_of_8_after"]["mean"] > summary["happiness_after"]["mean"], "what it picks is happier"
 
 
 def test_B12_ppo_makes_the_stories_happier_by_5_standard_errors(learned):
-    summary = learned[0]["ppo"]
+    summary = learned[0]["ppo"]["summary"]
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
 
 
 def test_dpo_orders_4_of_5_held_out_pairs_and_makes_the_stories_happier_by_5_standard_errors(learned):
-    summary = learned[0]["dpo"]
+    summary = learned[0]["dpo"]["summary"]
     accuracy, error = (summary["rewards/accuracies_after"][name] for name in ("mean", "standard_error"))
     assert accuracy + error >= 0.8, f"{accuracy} ± {error}: another processor's rounding may cost a standard error"
     assert accuracy - 3 * error > 0.5, f"{accuracy} ± {error}: better than a coin"
