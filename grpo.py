@@ -239,7 +239,8 @@ def load(args):
     layers = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
     if unknown := sorted(set(args.lora_targets) - layers):
         stop(f"--lora-targets {unknown[0]}: the model has no such layer; it has {', '.join(sorted(layers))}")
-    args.model, model.name_or_path = name, str(embedded) if name == "tiny_llama" else name  # saved with the adapter
+    args.model = name
+    model.name_or_path = str(embedded) if name == "tiny_llama" else name  # which the adapter is saved with
     return model.to(args.device).eval(), tokenizer  # eval: no dropout, or policy, reference and sampler would differ
 
 
@@ -475,7 +476,7 @@ def common_options(**defaults):
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the frozen weights")
     add("--learning-rate", type=float, help="of AdamW, constant")
     add("--max-completion-length", type=int, default=32, help="tokens a completion may have")
-    add("--micro-batch-size", type=int, default=16, help="sequences in a forward and backward pass")
+    add("--micro-batch-size", type=int, default=16, help="sequences in a training pass")
     add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
     parser.set_defaults(**defaults)
     return parser
@@ -519,9 +520,8 @@ def read_prompts(args, model, tokenizer):
     prompts = PROMPTS
     if args.prompts:
         try:
-            prompts = [
-                line.strip() for line in args.prompts.read_text(encoding="utf-8-sig").split("\n") if line.strip()
-            ]
+            lines = args.prompts.read_text(encoding="utf-8-sig").split("\n")
+            prompts = [line.strip() for line in lines if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             stop(f"--prompts {args.prompts} cannot be read: {error}")
     if not prompts:
@@ -543,16 +543,14 @@ def estimate(values):
 def run(args, model, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, save, report. Returns the summary.
 
-    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt, answer), ...]). write(folder) saves the
-    model. shown: {label: metric} for the bar and the curves.
+    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt or heading, text), ...]). write(folder)
+    saves the model. shown: {label: metric} for the bar and the curves.
     Ctrl-C, or a number that is not finite: the weights of the last whole step are saved, if there is one; exit status
     130 or 2.
     """
     history, summary, stopped = [], {}, None
-    trained, (trained_count, count) = (
-        [p for p in model.parameters() if p.requires_grad],
-        model.get_nb_trainable_parameters(),
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trained_count, count = model.get_nb_trainable_parameters()
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
 
     def held_out(when):
@@ -616,6 +614,7 @@ def save(out, write, history, summary, curves):
         figure.savefig(new / "curves.png")
     try:
         if out.exists():
+            shutil.rmtree(old, ignore_errors=True)  # what a Ctrl-C in here may have left
             out.rename(old)
         new.rename(out)
     except OSError as error:

@@ -3,9 +3,10 @@
     J(theta) = mean over tokens t of  min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
     r_t = pi_theta(o_t | ...) / pi_old(o_t | ...)      R_t = [t is the last] score - kl_coef log(pi_old / pi_ref)_t
-    A_t = sum over k >= 0 of (gamma lam)^k (R_(t+k) + gamma V_(t+k+1) - V_(t+k)), whitened; V = the critic's value,
-          0 after the last token; where A_t < 0, r_t is first kept below clip_dual
-    The critic minimises 0.5 (V_t - (A_t + V_old,t))^2, A_t before whitening, V_t clipped around V_old,t.
+    A_t = sum over k >= 0 of (gamma lam)^k (R_(t+k) + gamma V_old,(t+k+1) - V_old,(t+k)), then whitened over the batch;
+          V_old = 0 after the last token, cut off or not; where A_t < 0, r_t is first kept at most clip_dual
+    The critic minimises the mean over tokens of 0.5 max((V_t - G_t)^2, (V_t clipped around V_old,t - G_t)^2), with
+    G_t = A_t before whitening + V_old,t.
 
 In memory: one frozen model in four roles, by the adapter that is switched on:
     actor           the policy, trained
@@ -13,11 +14,12 @@ In memory: one frozen model in four roles, by the adapter that is switched on:
     reward + head   the reward model, frozen
     none            the reference, frozen
 
-    python ppo.py                           # trains a reward model first if there is none in runs/reward_model
+    python ppo.py                           # trains a reward model first if runs/reward_model has none
     python ppo.py --model tiny_llama --reward-model DIR --score-on mean --clip-high 0.28
 
-Left out: several optimizer steps within a pass (so the ratio is 1 in all of the first pass) and a KL coefficient that
-adapts (a fixed one keeps the objective the same from the first step to the last).
+The actor's adapter is saved; the critic, which only training needs, is not. Left out: minibatches (one optimizer step
+per pass, so the ratio is 1 in all of the first), InstructGPT's pretraining term, and a KL coefficient that adapts (a
+fixed one keeps the objective the same from the first step to the last).
 
 PPO (arXiv 1707.06347), GAE (1506.02438), InstructGPT (2203.02155), clip-higher: DAPO (2503.14476), dual clip
 (1912.09729).
@@ -85,8 +87,7 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
 
     rewards, values, mask: (B, T); values[:, t] is the value of the text before token t. Both results are (B, T).
     The end of an answer is terminal: the value after its last token is 0. Masked places are skipped, holes too.
-    lam = 0: the one-step TD error. lam = 1: the rewards to come less the value. With both above 0 a reward at the end
-    reaches all tokens.
+    lam = 0: the one-step TD error. lam = 1: the discounted rewards to come less the value.
     Shown by B11 in test_losses.py: rewards 0 0 1, values 0.5 give 0.45125 0.475 0.5.
     """
     mask = mask.bool()
@@ -119,7 +120,8 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, *, clip_low=0.2, cli
                 normalizer=None):  # fmt: skip
     """-J of the module docstring: PPO, eq. 7, a mean over all tokens. Returns (loss, metrics).
 
-    log_probs (pi_theta), old_log_probs (pi_old), advantages, mask: (B, T). What is masked has no influence.
+    log_probs (pi_theta), old_log_probs (pi_old), advantages, mask: (B, T), the middle two constants. What is masked has
+    no influence.
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     clip_dual: upper bound on the ratio where the advantage is negative (it must exceed 1 + clip_high): there a token's
         loss is at most -clip_dual * advantage. None = no bound.
@@ -147,9 +149,9 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, *, clip_low=0.2, cli
 def value_loss(values, old_values, returns, mask, *, cliprange_value=0.2, normalizer=None):
     """0.5 * mean of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). Returns (loss, metrics).
 
-    values (of the critic being trained), old_values (when the answers were sampled), returns, mask: (B, T).
-    c = cliprange_value. The larger square counts, so a value that has moved more than c towards its return gets no
-    gradient. Source: OpenAI's baselines, ppo2.
+    values (of the critic being trained), old_values (when the answers were sampled), returns, mask: (B, T), the middle
+    two constants. c = cliprange_value. The larger square counts, so a value that has moved more than c towards its
+    return, and not past it, gets no gradient. Source: OpenAI's baselines, ppo2.
     normalizer: as in policy_loss. metrics: vf_clip_ratio, the share of tokens where the clipped square is the larger.
     Shown by B10 in test_losses.py: V_old 0, V 1, R 2, c 0.2 gives 1.62.
     """
@@ -248,7 +250,8 @@ def load(args):
     layers = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
     if unknown := sorted(set(args.lora_targets) - layers):
         stop(f"--lora-targets {unknown[0]}: the model has no such layer; it has {', '.join(sorted(layers))}")
-    args.model, model.name_or_path = name, str(embedded) if name == "tiny_llama" else name  # saved with the adapter
+    args.model = name
+    model.name_or_path = str(embedded) if name == "tiny_llama" else name  # which the adapter is saved with
     return model.to(args.device).eval(), tokenizer  # eval: no dropout, or policy, reference and sampler would differ
 
 
@@ -311,7 +314,7 @@ def token_scores(model, head, input_ids, attention_mask):
     used = attention_mask.any(dim=0)  # (L,)
     ids, mask = input_ids[:, used], attention_mask[:, used]
     position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    backbone = model.get_base_model().base_model
+    backbone = model.get_base_model().base_model  # without the language model's head; the adapters are inside it
     hidden = backbone(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
     scores = torch.zeros(attention_mask.shape, device=input_ids.device)
     scores[:, used] = head(hidden.float()).squeeze(-1)
@@ -434,8 +437,8 @@ def token_values(model, ids, attention_mask, mask, args, role, *, loss=None, old
     role: "actor" or None, the reference: log-probs. "reward": the score at a token. "critic": the value of the text
     before it, so it is read one position earlier, where the log-prob is.
     loss(new, old, target, mask, normalizer=...) * weight: where there is one, its gradient is added up over the
-    micro-batches. old = None means the values just read, so that the ratio is exactly 1. target: the advantages for the
-    actor, the rewards for the critic. Both (N, T).
+    micro-batches. old (N, T): what the first pass read; None = this is the first pass, so old is new and the ratio is
+    exactly 1. target (N, T): advantages for the actor, rewards for the critic.
     """
     T, tokens, result = mask.shape[1], mask.sum(), torch.zeros(mask.shape, device=mask.device)
     with use(model, role), torch.set_grad_enabled(loss is not None):
@@ -460,7 +463,8 @@ def train(model, tokenizer, prompts, args):
     clips = {name: getattr(args, name) for name in ("clip_low", "clip_high", "clip_dual")}
     actor_loss = functools.partial(policy_loss, **clips)
 
-    def critic_loss(values, old_values, rewards, mask, **options):  # GAE needs the row alone: a micro-batch has it all
+    def critic_loss(values, old_values, rewards, mask, **options):
+        # From rewards: the returns need the old values, which in the first pass are known only once they are read.
         _, returns = gae(rewards, old_values, mask, args.gamma, args.lam)
         return value_loss(values, old_values, returns, mask, cliprange_value=args.cliprange_value, **options)
 
@@ -477,7 +481,8 @@ def train(model, tokenizer, prompts, args):
         # 2. The two frozen models read the answers: the reward model's score at each token, the reference's log-probs.
         scores, ref_log_probs = read("reward"), read(None)  # (N, T)
 
-        # 3. Rewards: the score, less the KL token by token, less a penalty at the end of an answer that was cut off.
+        # 3. Rewards: the score, less the KL token by token. An answer that was cut off is scored like any other, less
+        #    missing_eos_penalty.
         score = last_token_scores(scores, mask)  # (N,)
         for value, text in zip(score.tolist(), texts, strict=True):
             if not math.isfinite(value):
@@ -489,7 +494,7 @@ def train(model, tokenizer, prompts, args):
 
         # 4. Update: num_ppo_epochs passes over the same answers, each of them one optimizer step. To read with a loss
         #    is to add up its gradient. What the first pass reads, before any update, is the old policy and the old
-        #    values of all passes.
+        #    values of all passes. (The sampler's log-probs are the same but for rounding; they serve the KL.)
         old_log_probs = old_values = None
         for epoch in range(args.num_ppo_epochs):
             values = read("critic", loss=critic_loss, old=old_values, target=rewards, weight=args.vf_coef)  # (N, T)
@@ -514,7 +519,9 @@ def train(model, tokenizer, prompts, args):
         kept = mask.bool()
         metrics |= value_metrics | {"loss/policy": policy, "loss/value": critic, "grad_norm": grad_norm}
         metrics |= {"score": score.mean(), "happiness": sum(map(happiness, texts)) / len(texts)}
-        errors, total = (x[kept].var(correction=0) for x in (raw_advantages, returns))  # returns - old_values is raw
+        errors, total = (
+            x[kept].var(correction=0) for x in (raw_advantages, returns)
+        )  # raw_advantages = returns - old_values: the critic's errors
         metrics["explained_variance"] = 1 - errors / total.clamp(min=1e-8)
         metrics["kl"] = masked_mean(sampled_log_probs - ref_log_probs, kept)
         metrics["entropy"] = masked_mean(-sampled_log_probs, kept)
@@ -541,7 +548,12 @@ def parse_args(argv):
     add("--clip-high", type=float, default=0.2, help="clip range of the ratio above 1 (DAPO: 0.28)")
     add("--clip-dual", type=number_or_none, default=3.0, help="bound on the ratio for negative advantages, or none")
     add("--cliprange-value", type=float, default=0.2, help="clip range of the value around the old one")
-    add("--vf-coef", type=float, default=0.1, help="weight of the value loss, felt only where the gradient is clipped")
+    add(
+        "--vf-coef",
+        type=float,
+        default=0.1,
+        help="weight of the value loss, felt where the gradient is clipped: Adam undoes a factor",
+    )
     add("--gamma", type=float, default=1.0, help="discount per token")
     add("--lam", type=float, default=0.95, help="lambda of GAE")
     add("--missing-eos-penalty", type=float, default=0.0, help="subtracted from the reward of an answer without EOS")
@@ -623,7 +635,7 @@ def common_options(**defaults):
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the frozen weights")
     add("--learning-rate", type=float, help="of AdamW, constant")
     add("--max-completion-length", type=int, default=32, help="tokens a completion may have")
-    add("--micro-batch-size", type=int, default=16, help="sequences in a forward and backward pass")
+    add("--micro-batch-size", type=int, default=16, help="sequences in a training pass")
     add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
     parser.set_defaults(**defaults)
     return parser
@@ -667,9 +679,8 @@ def read_prompts(args, model, tokenizer):
     prompts = PROMPTS
     if args.prompts:
         try:
-            prompts = [
-                line.strip() for line in args.prompts.read_text(encoding="utf-8-sig").split("\n") if line.strip()
-            ]
+            lines = args.prompts.read_text(encoding="utf-8-sig").split("\n")
+            prompts = [line.strip() for line in lines if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             stop(f"--prompts {args.prompts} cannot be read: {error}")
     if not prompts:
@@ -691,16 +702,14 @@ def estimate(values):
 def run(args, model, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, save, report. Returns the summary.
 
-    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt, answer), ...]). write(folder) saves the
-    model. shown: {label: metric} for the bar and the curves.
+    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt or heading, text), ...]). write(folder)
+    saves the model. shown: {label: metric} for the bar and the curves.
     Ctrl-C, or a number that is not finite: the weights of the last whole step are saved, if there is one; exit status
     130 or 2.
     """
     history, summary, stopped = [], {}, None
-    trained, (trained_count, count) = (
-        [p for p in model.parameters() if p.requires_grad],
-        model.get_nb_trainable_parameters(),
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trained_count, count = model.get_nb_trainable_parameters()
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
 
     def held_out(when):
@@ -764,6 +773,7 @@ def save(out, write, history, summary, curves):
         figure.savefig(new / "curves.png")
     try:
         if out.exists():
+            shutil.rmtree(old, ignore_errors=True)  # what a Ctrl-C in here may have left
             out.rename(old)
         new.rename(out)
     except OSError as error:

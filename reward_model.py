@@ -1,6 +1,7 @@
 """Reward model: sample K answers to each prompt, rank them, train a score that is higher for the better of each pair.
 
-    loss(theta) = - 1 / C(K, 2)  sum over pairs (better w, worse l) of  log sigmoid(r_theta(x, y_w) - r_theta(x, y_l))
+    loss(theta) = - sum over pairs (better w, worse l) of  weight log sigmoid(r_theta(x, y_w) - r_theta(x, y_l))
+                  / sum of the weights, each 1 / C(K, 2); answers that tie make no pair
 
     r_theta(x, y) = head . (the backbone's last hidden state at the last token of prompt x and answer y)
 
@@ -9,7 +10,7 @@ score them. Each answer is encoded once, not once per pair it is in: K forward p
 
     python reward_model.py                  # babylm/babyllama-100m-2024; or tiny_llama, if it cannot be had
     python reward_model.py --model tiny_llama --num-generations 9 --batching by-prompt
-    python reward_model.py --data my_pairs.jsonl    # {"prompt": ..., "chosen": ..., "rejected": ...}, one a line
+    python reward_model.py --data my_pairs.jsonl    # {"prompt": ..., "chosen": ..., "rejected": ...}, one a line: K = 2
 
 Stiennon et al. (arXiv 2009.01325), InstructGPT (2203.02155); Bradley and Terry (1952) for K = 2.
 """
@@ -50,6 +51,12 @@ def ranked_pairs(scores):
     return [(i, j) for i, a in enumerate(scores) for j, b in enumerate(scores) if a > b]
 
 
+def last_token(mask):
+    """True at the last 1 of each row, and nowhere else: (B, T) -> (B, T)."""
+    mask = mask.bool()
+    return mask & (mask.flip(1).cumsum(dim=1).flip(1) == 1)
+
+
 def last_token_scores(token_scores, attention_mask):
     """The score at each row's last real token, which alone has seen the whole answer: (B, L), (B, L) -> (B,).
 
@@ -60,19 +67,13 @@ def last_token_scores(token_scores, attention_mask):
     return torch.where(last_token(attention_mask), token_scores, 0.0).sum(dim=1)
 
 
-def last_token(mask):
-    """True at the last 1 of each row, and nowhere else: (B, T) -> (B, T)."""
-    mask = mask.bool()
-    return mask & (mask.flip(1).cumsum(dim=1).flip(1) == 1)
-
-
 def reward_loss(chosen_scores, rejected_scores, margin=None, weights=None):
     """sum of w * -log sigmoid(chosen - rejected - margin) / sum of w: InstructGPT, eq. 1. Returns (loss, metrics).
 
     chosen_scores, rejected_scores: (P,), the scores of the better and of the worse answer of each pair. Only their
     difference counts: adding a constant to all scores changes nothing.
     margin: (P,) or a number that the difference should exceed (Llama 2, eq. 2). weights: (P,); None = 1 each. With
-    1 / C(K, 2) for the pairs of a prompt each prompt counts the same, however many answers it has; 0 leaves a pair out.
+    1 / C(K, 2) prompts without ties count the same, however many answers they have; 0 leaves a pair out.
     metrics: accuracy (share of pairs scored in the right order) and margin (mean difference), weighted like the loss.
     Shown by B5 in test_losses.py: a difference of 0 costs ln 2 = 0.693147, 1 costs 0.313262, -1 costs 1.313262.
     """
@@ -168,7 +169,8 @@ def load(args):
     layers = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
     if unknown := sorted(set(args.lora_targets) - layers):
         stop(f"--lora-targets {unknown[0]}: the model has no such layer; it has {', '.join(sorted(layers))}")
-    args.model, model.name_or_path = name, str(embedded) if name == "tiny_llama" else name  # saved with the adapter
+    args.model = name
+    model.name_or_path = str(embedded) if name == "tiny_llama" else name  # which the adapter is saved with
     return model.to(args.device).eval(), tokenizer  # eval: no dropout, or policy, reference and sampler would differ
 
 
@@ -181,7 +183,7 @@ def token_scores(model, head, input_ids, attention_mask):
     used = attention_mask.any(dim=0)  # (L,)
     ids, mask = input_ids[:, used], attention_mask[:, used]
     position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    backbone = model.get_base_model().base_model
+    backbone = model.get_base_model().base_model  # without the language model's head; the adapters are inside it
     hidden = backbone(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
     scores = torch.zeros(attention_mask.shape, device=input_ids.device)
     scores[:, used] = head(hidden.float()).squeeze(-1)
@@ -246,7 +248,7 @@ def ranked_answers(model, tokenizer, prompts, num_generations, args):
     Returns one group per prompt: {"prompt", "answers": K texts, "rows": K tensors of tokens, prompt included,
     "happiness": K numbers, "pairs": [(better, worse), ...], "weight": of each pair}.
     """
-    K, size, groups = num_generations, max(1, 64 // num_generations), []
+    K, size, groups = num_generations, 64 // num_generations, []
     for start in tqdm(range(0, len(prompts), size), desc="ranking answers", unit="batch", leave=False):
         batch = [prompt for prompt in prompts[start : start + size] for _ in range(K)]
         with model.disable_adapter():
@@ -261,30 +263,27 @@ def ranked_answers(model, tokenizer, prompts, num_generations, args):
 
 
 @torch.no_grad()
-def evaluate_scores(model, tokenizer, sets, held_out, args):
+def evaluate_scores(model, tokenizer, eights, held_out, args):
     """What the scores are worth: estimates, and the answers with the highest and with the lowest score.
 
-    held_out: groups whose pairs are compared; each group is one number, since the pairs of one prompt are not
-    independent. sets: groups of 8 answers to the held-out prompts. best_of_8 is the happiness of the answer with the
-    highest score of its 8; happiness is that of any answer, best_of_8_by_rater that of the happiest.
+    held_out: groups whose pairs are compared, one number a group (with --data: a line). eights: groups of 8 answers to
+    HELD_OUT_PROMPTS, judged by happiness whatever the data. best_of_8 is the happiness of the answer with the highest
+    score of its 8; happiness is that of any answer, best_of_8_by_rater that of the happiest.
     """
     columns = {"accuracy": [], "chosen_score": [], "rejected_score": []}
     for group in held_out:
-        if group["pairs"]:
-            scores = answer_scores(model, group["rows"], tokenizer.pad_token_id)  # (K,)
-            better, worse, _ = pair_rows([group], args.device)
-            columns["accuracy"].append((scores[better] > scores[worse]).float().mean())
-            columns["chosen_score"].append(scores[better].mean())
-            columns["rejected_score"].append(scores[worse].mean())
-    if len(columns["accuracy"]) < 2:
-        raise FloatingPointError("answers to fewer than two held-out prompts differ, so there are no pairs to judge by")
-    scores = [answer_scores(model, group["rows"], tokenizer.pad_token_id).tolist() for group in sets]
+        scores = answer_scores(model, group["rows"], tokenizer.pad_token_id)  # (K,)
+        better, worse, _ = pair_rows([group], args.device)
+        columns["accuracy"].append((scores[better] > scores[worse]).float().mean())
+        columns["chosen_score"].append(scores[better].mean())
+        columns["rejected_score"].append(scores[worse].mean())
+    scores = [answer_scores(model, group["rows"], tokenizer.pad_token_id).tolist() for group in eights]
     if not all(math.isfinite(x) for row in scores for x in row):
         raise FloatingPointError("the scores of the held-out answers are not finite")
-    columns["happiness"] = [h for group in sets for h in group["happiness"]]
-    columns["best_of_8"] = [g["happiness"][s.index(max(s))] for s, g in zip(scores, sets, strict=True)]
-    columns["best_of_8_by_rater"] = [max(group["happiness"]) for group in sets]
-    texts = [group["prompt"] + answer for group in sets for answer in group["answers"]]
+    columns["happiness"] = [h for group in eights for h in group["happiness"]]
+    columns["best_of_8"] = [g["happiness"][s.index(max(s))] for s, g in zip(scores, eights, strict=True)]
+    columns["best_of_8_by_rater"] = [max(group["happiness"]) for group in eights]
+    texts = [group["prompt"] + answer for group in eights for answer in group["answers"]]
     ordered = sorted(zip((x for s in scores for x in s), texts, strict=True))
     shown = [("highest score", "{:.2f} {}".format(*ordered[-1])), ("lowest score", "{:.2f} {}".format(*ordered[0]))]
     return {name: estimate(values) for name, values in columns.items()}, shown
@@ -315,7 +314,7 @@ def train(model, tokenizer, groups, args):
             optimizer.step()
             optimizer.zero_grad()
 
-        # 3. Report.
+        # 3. Report, from the scores before each update (grad_norm is the last update's).
         scores, (better, worse, weights) = torch.cat(scores), pair_rows(batch, args.device)
         loss, metrics = reward_loss(scores[better], scores[worse], weights=weights)
         metrics |= {"loss": loss, "grad_norm": grad_norm, "mean_score": scores.mean(), "pairs": len(better)}
@@ -325,7 +324,8 @@ def train(model, tokenizer, groups, args):
 def backward(model, tokenizer, groups, args):
     """Add the gradient of the loss over all pairs of these groups. Returns the scores of their answers, (N,).
 
-    A micro-batch is made of whole groups, so that each answer is encoded once and each pair has both its scores in it.
+    A micro-batch is made of whole groups (one at least), so that each answer is encoded once and each pair has both its
+    scores in it. Its mean loss counts by its share of the weights, so that the sum is the gradient of the whole.
     """
     total = pair_rows(groups, args.device)[2].sum()
     size = max(1, args.micro_batch_size // max(len(group["rows"]) for group in groups))
@@ -358,11 +358,11 @@ def parse_args(argv):
     parser = common_options(steps=100, learning_rate=3e-3, micro_batch_size=8)
     add = parser.add_argument
     add("--prompts", type=Path, help="file of prompts to use instead of the built-in ones, one per line")
-    add("--data", type=Path, help="JSONL file of pairs to train on instead; every tenth of its prompts is held out")
-    add("--rankings", type=int, default=640, help="prompts to sample answers to and rank, again and again if fewer")
-    add("--prompts-per-step", type=int, default=16, help="prompts in a batch")
+    add("--data", type=Path, help="JSONL file of pairs to train on instead; some of its prompts are held out")
+    add("--rankings", type=int, default=640, help="rankings to make; the prompts are repeated until there are enough")
+    add("--prompts-per-step", type=int, default=16, help="rankings in a batch; with --data pairs")
     add("--num-generations", type=int, default=4, help="answers to each prompt, 2 to 9: K")
-    add("--batching", choices=["mixed", "by-prompt"], default="mixed", help="one step on all prompts, or one each")
+    add("--batching", choices=["mixed", "by-prompt"], default="mixed", help="one step on the batch, or one a ranking")
     args = check_args(parser.parse_args(argv))
     if not 2 <= args.num_generations <= 9:
         stop(f"--num-generations must be 2 to 9, not {args.num_generations}: people rank no more than 9 answers")
@@ -377,14 +377,14 @@ def main(argv=None):
     pairs = drop_ties(read_pairs(args.data)) if args.data else []
     model, tokenizer = load(args)
     prompts = read_prompts(args, model, tokenizer)
-    # SEQ_CLS: peft trains and saves the layer named score beside the adapter. It is float32, whatever --dtype.
+    # With SEQ_CLS peft trains and saves the layer named score, the head. It and LoRA are float32, whatever --dtype.
     model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False, device=args.device)
     config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=args.lora_targets, task_type="SEQ_CLS")
     model = get_peft_model(model, config).eval()
 
     with torch.random.fork_rng():
-        torch.manual_seed(0)  # the same sets for every --seed
-        sets = ranked_answers(model, tokenizer, HELD_OUT_PROMPTS * 2, 8, args)
+        torch.manual_seed(0)  # the same for every --seed
+        eights = ranked_answers(model, tokenizer, HELD_OUT_PROMPTS * 2, 8, args)  # to choose the best of
     if args.data:
         context = getattr(model.config, "max_position_embeddings", math.inf)
         groups, held_out = (group_pairs(part, tokenizer, context, args) for part in split_pairs(pairs))
@@ -395,12 +395,12 @@ def main(argv=None):
     else:
         begun = time.perf_counter()
         prompts = [prompts[i % len(prompts)] for i in range(args.rankings)]
-        groups, held_out = ranked_answers(model, tokenizer, prompts, args.num_generations, args), sets
-        groups = [group for group in groups if group["pairs"]]
+        groups = ranked_answers(model, tokenizer, prompts, args.num_generations, args)
+        groups, held_out = ([group for group in part if group["pairs"]] for part in (groups, eights))
         seconds, ties = time.perf_counter() - begun, args.rankings - len(groups)
         print(f"{len(groups)} rankings made in {seconds:.1f} s; {ties} left out, all answers being equally good")
-    if not groups:
-        stop("there is nothing to rank: no answers to train on, or all of them equally good")
+    if not groups or len(held_out) < 2:
+        stop(f"{len(groups)} rankings are left to train on and {len(held_out)} to judge by: it takes 1 and 2 at least")
 
     def write(folder):
         model.save_pretrained(folder, save_embedding_layers=False)
@@ -408,7 +408,7 @@ def main(argv=None):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "pairs.jsonl").write_text(text, encoding="utf-8")
 
-    judge = functools.partial(evaluate_scores, model, tokenizer, sets, held_out, args)
+    judge = functools.partial(evaluate_scores, model, tokenizer, eights, held_out, args)
     shown = {"loss": "loss", "accuracy": "accuracy", "margin": "margin"}
     return run(args, model, start, train(model, tokenizer, groups, args), judge, write, shown)
 
@@ -433,7 +433,7 @@ def common_options(**defaults):
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the frozen weights")
     add("--learning-rate", type=float, help="of AdamW, constant")
     add("--max-completion-length", type=int, default=32, help="tokens a completion may have")
-    add("--micro-batch-size", type=int, default=16, help="sequences in a forward and backward pass")
+    add("--micro-batch-size", type=int, default=16, help="sequences in a training pass")
     add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
     parser.set_defaults(**defaults)
     return parser
@@ -477,9 +477,8 @@ def read_prompts(args, model, tokenizer):
     prompts = PROMPTS
     if args.prompts:
         try:
-            prompts = [
-                line.strip() for line in args.prompts.read_text(encoding="utf-8-sig").split("\n") if line.strip()
-            ]
+            lines = args.prompts.read_text(encoding="utf-8-sig").split("\n")
+            prompts = [line.strip() for line in lines if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             stop(f"--prompts {args.prompts} cannot be read: {error}")
     if not prompts:
@@ -543,7 +542,7 @@ def encode_pairs(tokenizer, pairs, context):
 
 
 def group_pairs(pairs, tokenizer, context, args):
-    """Groups as ranked_answers makes them, of two answers each, from the pairs that fit the context."""
+    """The pairs that fit the context as groups of two answers, with what training reads of a group."""
     groups = []
     for pair in encode_pairs(tokenizer, pairs, context):
         rows = [torch.tensor(pair["prompt"] + pair[name], device=args.device) for name in ("chosen", "rejected")]
@@ -559,8 +558,11 @@ def text_pair(group, better, worse, eos_token_id):
 
 
 def split_pairs(pairs):
-    """(pairs to train on, held-out pairs), no prompt in both. Held out are the pairs of HELD_OUT_PROMPTS or, where none
-    or all of them are, those of a tenth of the prompts (of two at least; of none if there are fewer than four)."""
+    """(pairs to train on, held-out pairs), no prompt in both.
+
+    Held out are the pairs of HELD_OUT_PROMPTS. If the file has none of these prompts, or no others: those of every
+    tenth prompt (of two prompts at least; of none if there are fewer than four).
+    """
     prompts = list(dict.fromkeys(pair["prompt"] for pair in pairs))
     held_out = set(prompts) & set(HELD_OUT_PROMPTS)
     if len(held_out) in (0, len(prompts)):
@@ -577,16 +579,14 @@ def estimate(values):
 def run(args, model, start, records, judge, write, shown):
     """Judge, train behind a progress bar, judge again, save, report. Returns the summary.
 
-    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt, answer), ...]). write(folder) saves the
-    model. shown: {label: metric} for the bar and the curves.
+    records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt or heading, text), ...]). write(folder)
+    saves the model. shown: {label: metric} for the bar and the curves.
     Ctrl-C, or a number that is not finite: the weights of the last whole step are saved, if there is one; exit status
     130 or 2.
     """
     history, summary, stopped = [], {}, None
-    trained, (trained_count, count) = (
-        [p for p in model.parameters() if p.requires_grad],
-        model.get_nb_trainable_parameters(),
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trained_count, count = model.get_nb_trainable_parameters()
     print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
 
     def held_out(when):
@@ -650,6 +650,7 @@ def save(out, write, history, summary, curves):
         figure.savefig(new / "curves.png")
     try:
         if out.exists():
+            shutil.rmtree(old, ignore_errors=True)  # what a Ctrl-C in here may have left
             out.rename(old)
         new.rename(out)
     except OSError as error:

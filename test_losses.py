@@ -16,7 +16,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from argparse import Namespace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -2186,20 +2188,20 @@ def test_best_of_8_goes_by_the_scores_alone_also_where_they_tie(scorer, monkeypa
     args, model, tokenizer = scorer
     rows = rows_of(tokenizer, 8)
     rated = [[0.0, 1.0] * 4, [0.5] + [-1.0] * 6 + [1.0]]
-    sets = [
+    eights = [
         group_of(rows, reward_model.ranked_pairs(happiness)) | {"happiness": happiness, "answers": list("abcdefgh")}
         for happiness in rated
     ]
     scores = torch.zeros(8)
     monkeypatch.setattr(reward_model, "answer_scores", lambda *_: scores)
-    estimates, _ = reward_model.evaluate_scores(model, tokenizer, sets, sets, args)
+    estimates, _ = reward_model.evaluate_scores(model, tokenizer, eights, eights, args)
     close(estimates["best_of_8"]["mean"], 0.25, "a constant scorer picks the first answers: (0 + 0.5) / 2")
     close(estimates["happiness"]["mean"], (0.5 - 4.5 / 8) / 2, "the mean of all answers")
     close(estimates["best_of_8_by_rater"]["mean"], 1.0, "the happiest answer of each set")
     close(estimates["accuracy"]["mean"], 0.0, "a tie is not the right order")
     assert [estimates[name]["n"] for name in ("best_of_8", "happiness", "accuracy")] == [2, 16, 2]
     scores = torch.arange(8.0)  # the last is the best: the odd ones are above the even ones in 10 of 16 pairs;
-    estimates, shown = reward_model.evaluate_scores(model, tokenizer, sets, sets, args)  # in the other set 7 of 13
+    estimates, shown = reward_model.evaluate_scores(model, tokenizer, eights, eights, args)  # in the other set 7 of 13
     close(estimates["best_of_8"]["mean"], 1.0, "the answer with the highest score")
     close(estimates["accuracy"]["mean"], (10 / 16 + 7 / 13) / 2, "a prompt is one number, the share of its pairs")
     # the mean of 1 3 5 7, and of 7 in 7 pairs and 0 in 6; the mean of 0 2 4 6, and of 0, 1 to 6 and 1 to 6
@@ -2207,13 +2209,11 @@ def test_best_of_8_goes_by_the_scores_alone_also_where_they_tie(scorer, monkeypa
     close(estimates["rejected_score"]["mean"], (3 + 42 / 13) / 2, "the worse answers'")
     assert shown == [("highest score", "7.00 One dayh"), ("lowest score", "0.00 One daya")]
     scores = 7 - scores
-    _, shown = reward_model.evaluate_scores(model, tokenizer, sets, sets, args)
+    _, shown = reward_model.evaluate_scores(model, tokenizer, eights, eights, args)
     assert shown == [("highest score", "7.00 One daya"), ("lowest score", "0.00 One dayh")]
-    with pytest.raises(FloatingPointError, match="fewer than two"):
-        reward_model.evaluate_scores(model, tokenizer, sets, sets[:1], args)
     scores = torch.full((8,), math.nan)
     with pytest.raises(FloatingPointError, match="not finite"):
-        reward_model.evaluate_scores(model, tokenizer, sets, sets, args)
+        reward_model.evaluate_scores(model, tokenizer, eights, eights, args)
 
 
 @torch.no_grad()
@@ -2319,7 +2319,7 @@ DIFFER, TIE = [1.0, 0.0], [0.0, 0.0]
 
 @pytest.mark.parametrize(
     "held_out, others, why",
-    [(TIE, DIFFER, "fewer than two held-out prompts differ"), (DIFFER, TIE, "nothing to rank")],
+    [(TIE, DIFFER, "2 rankings are left to train on and 0 to judge by"), (DIFFER, TIE, "0 rankings are left")],
 )
 def test_answers_that_all_tie_are_an_error(tmp_path, capsys, monkeypatch, held_out, others, why):
     monkeypatch.setattr(reward_model, "HELD_OUT_PROMPTS", reward_model.HELD_OUT_PROMPTS[:2])
@@ -3079,8 +3079,8 @@ def test_a_run_leaves_an_actor_that_peft_can_load(tmp_path, trained_reward_model
 
 
 # The four scripts, long enough to learn something, in two processes beside the other tests. A small model gains next to
-# nothing from a second thread. None is told a model, and the hub cannot be reached: grpo.py and dpo.py find nothing in
-# the cache, reward_model.py and ppo.py find babyllama-100m-2024 (tiny_llama by another name).
+# nothing from a second thread. None is told a model: reward_model.py finds babyllama-100m-2024 (tiny_llama by another
+# name) on a hub, ppo.py then in the cache; grpo.py and dpo.py find neither hub nor cache.
 LEARN = """
 import importlib, json, sys, time, torch
 
@@ -3119,6 +3119,40 @@ for script in scripts:
 ROWS = [list(range(3, 23)), list(range(40, 45)) + [2]]
 
 
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as a download takes, with tiny_llama under babyllama's name."""
+
+    files = {path.name: path.read_bytes() for path in (HERE / "tiny_llama").iterdir() if path.is_file()}
+    files["pytorch_model.bin"], asked = b"a pickle", []
+
+    def do_GET(self):
+        name, header = self.path.split("?")[0].split("/")[-1], {"X-Repo-Commit": "c" * 40}
+        self.asked.append(f"{self.command} {name}")
+        if self.path.startswith("/api/models/babylm/babyllama-100m-2024/"):
+            files = [
+                {"type": "file", "oid": name, "size": len(data), "path": name} for name, data in self.files.items()
+            ]
+            repo = {
+                "id": "babylm/babyllama-100m-2024",
+                "sha": "c" * 40,
+                "siblings": [{"rfilename": n} for n in self.files],
+            }
+            body = json.dumps(files if "/tree/" in self.path else repo).encode()
+        else:
+            body, header = self.files.get(name), header | {"ETag": f'"{name}"'}
+        self.send_response(404 if body is None else 200)
+        for key, value in (header | {"Content-Length": str(len(body or b""))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if body and self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
 @pytest.fixture(scope="module", autouse=True)
 def learning(request, tmp_path_factory):
     """(processes, folder): started before the first test, if a test of this run asks for what they learn."""
@@ -3130,22 +3164,20 @@ def learning(request, tmp_path_factory):
         tmp_path_factory.mktemp("home"),
         torch.get_num_threads(),
     )
-    cached = home / "full" / "hub" / "models--babylm--babyllama-100m-2024"
-    no_weights = shutil.ignore_patterns("work", "*.py", "*.md")
-    shutil.copytree(HERE / "tiny_llama", cached / "snapshots" / ("0" * 40), ignore=no_weights)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0" * 40)
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
-    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}  # nothing listens there
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "NO_PROXY": "127.0.0.1"}
     processes, logs = [], []
-    for scripts, cache in (("reward_model ppo", "full"), ("grpo dpo", "empty")):
+    for scripts, port in (("reward_model ppo", hub.server_port), ("grpo dpo", 9)):  # on port 9 nothing listens
         command = [sys.executable, "-c", LEARN, str(folder), scripts, json.dumps(ROWS)]
-        logs.append((home / cache).with_suffix(".log"))
+        own = environment | {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(home / str(port))}
+        logs.append(home / f"{port}.log")
         with logs[-1].open("w") as log:
-            changed = environment | {"HF_HOME": str(home / cache), "PYTHONIOENCODING": "utf-8"}
-            processes.append(subprocess.Popen(command, cwd=HERE, env=changed, stdout=log, stderr=log))
+            processes.append(subprocess.Popen(command, cwd=HERE, env=own, stdout=log, stderr=log))
     torch.set_num_threads(1)
     yield processes, logs, folder
+    hub.shutdown()
     for process in processes:
         process.kill()
         process.wait()
@@ -3193,13 +3225,19 @@ def test_a_run_starts_at_ratio_1_and_kl_0_and_leaves_metrics_and_a_summary(learn
     assert {path.name for path in folder.iterdir()} == left, "nothing half-written is left beside the results"
 
 
-def test_without_a_network_the_default_is_the_cached_model_or_else_tiny_llama_and_soon(learned):
+def test_the_default_model_is_downloaded_once_without_its_pickles_and_then_read_from_the_cache(learned):
+    found, *_ = learned
+    assert found["reward_model"]["summary"]["model"] == found["ppo"]["summary"]["model"] == "babylm/babyllama-100m-2024"
+    asked = [Hub.asked.count(request) for request in ("GET main", "GET model.safetensors", "GET pytorch_model.bin")]
+    assert asked == [1, 1, 0], "reward_model.py asks the hub once, ppo.py not at all"
+
+
+def test_without_a_network_and_a_cache_the_default_is_tiny_llama_and_soon(learned):
     found, output, _ = learned
-    models = {script: run["summary"]["model"] for script, run in found.items()}
-    assert models["grpo"] == models["dpo"] == "tiny_llama"
-    assert models["reward_model"] == models["ppo"] == "babylm/babyllama-100m-2024", "a cached model is used"
+    for script in ("grpo", "dpo"):
+        assert found[script]["summary"]["model"] == "tiny_llama"
+        assert found[script]["load_seconds"] < 10, "from_pretrained alone retries for a minute"
     assert "hub cannot be reached" in output["grpo"][0] and "tiny_llama" in output["grpo"][0], "the first line says so"
-    assert all(run["load_seconds"] < 10 for run in found.values()), "from_pretrained alone retries for a minute"
 
 
 def test_the_saved_adapter_gives_the_same_log_probs_in_another_process(learned):
