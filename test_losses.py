@@ -42,9 +42,8 @@ import ppo
 import reward_model
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = [
-    path for path in sorted(HERE.glob("*.py")) if path.name in ("grpo.py", "ppo.py", "dpo.py", "reward_model.py")
-]
+SCRIPTS = [HERE / name for name in ("grpo.py", "ppo.py", "dpo.py", "reward_model.py")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses names that transformers has renamed
 
 
 def near(value, expected, tolerance=1e-5):
@@ -1794,7 +1793,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence_and_exit_status_2(tmp_pat
 
 
 def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(dpo, "HELD_OUT_PROMPTS", dpo.HELD_OUT_PROMPTS[:1])  # to be quick
+    monkeypatch.setattr(dpo, "evaluate", lambda *args: ({}, []))  # to be quick
     path = tmp_path / "pairs.jsonl"
     long = {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
     path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS + [long]), encoding="utf-8")
@@ -2170,7 +2169,7 @@ def test_bad_options_end_in_one_sentence_before_any_training(tmp_path, capsys, a
     assert end.value.code == 2 and why in error and error.count("\n") == 1
 
 
-def test_a_run_on_a_file_inside_its_own_folder_keeps_the_file(reward_run, tmp_path, monkeypatch):
+def test_a_run_on_a_file_inside_its_own_folder_keeps_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(reward_model, "HELD_OUT_PROMPTS", reward_model.HELD_OUT_PROMPTS[:2])
     few = ["--model", "tiny_llama", "--device", "cpu", "--steps", "1", "--max-completion-length", "8"]
     (tmp_path / "rm").mkdir()
@@ -2329,19 +2328,6 @@ def test_answers_that_all_tie_are_an_error(tmp_path, capsys, monkeypatch, held_o
     with pytest.raises(SystemExit) as end:
         reward_model.main(["--model", "tiny_llama", "--out", str(tmp_path / "out"), *few])
     assert end.value.code == 2 and why in capsys.readouterr().err and not any((tmp_path / "out").iterdir())
-
-
-@pytest.fixture(scope="module")
-def reward_run(tmp_path_factory):
-    """The folder of a short run."""
-    out = tmp_path_factory.mktemp("runs") / "rm"
-    few = ["--steps", "2", "--prompts-per-step", "4", "--max-completion-length", "16", "--learning-rate", "0.05"]
-    few += ["--rankings", "8"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward_model, "HELD_OUT_PROMPTS", reward_model.HELD_OUT_PROMPTS[:4])
-        summary = reward_model.main(["--model", "tiny_llama", "--device", "cpu", "--out", str(out), *few])
-    assert summary["steps"] == 2 and summary["samples"] == 2 * 4 * 4 and 0 <= summary["accuracy_after"]["mean"] <= 1
-    return out
 
 
 # ================================================================ ppo.py
@@ -3267,6 +3253,7 @@ def test_the_reward_model_orders_4_of_5_held_out_pairs_rightly(learned):
     summary = learned[0]["reward_model"]["summary"]
     assert summary["accuracy_after"]["mean"] >= 0.8, f"{summary['accuracy_before']} -> {summary['accuracy_after']}"
     assert summary["best_of_8_after"]["mean"] > summary["happiness_after"]["mean"], "what it picks is happier"
+    assert summary["samples"] == 32 * 16 * 4, "16 prompts a step, 4 answers each"
 
 
 def test_B12_ppo_makes_the_stories_happier_by_5_standard_errors(learned):
