@@ -1051,7 +1051,7 @@ def refused(capsys, *argv):
     ],
 )
 def test_bad_options_are_refused_in_one_sentence_that_names_them(argv, named, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     model = [] if "--model" in argv else ["--model", "tiny_llama"]
     assert named in refused(capsys, *model, "--out", str(tmp_path / "x"), *argv)
 
