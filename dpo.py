@@ -199,7 +199,8 @@ def load(args):
     folder = embedded if name == "tiny_llama" else Path(name)
     try:
         if not folder.exists():
-            download = functools.partial(snapshot_download, name, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+            files = ["*.json", "*.safetensors", "*.txt", "*.model"]  # no pickles
+            download = functools.partial(snapshot_download, name, allow_patterns=files)
             with contextlib.suppress(Exception):  # the cache first, which needs no network
                 folder = Path(download(local_files_only=True))
             try:  # the hub, which is asked once; from_pretrained would retry for a minute
