@@ -45,6 +45,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
@@ -228,7 +229,7 @@ def load(args):
                 folder = Path(download(local_files_only=True))
             try:  # the hub, which is asked once; from_pretrained would retry for a minute
                 folder = folder if any(folder.glob("*.safetensors")) else Path(download())
-            except Exception:
+            except LocalEntryNotFoundError:  # no network, and not all of it in the cache
                 if args.model is not None:
                     raise
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
@@ -340,10 +341,10 @@ def spread(scores, mask, score_on):
 
 
 def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.0):
-    """Log-probs of the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens, float32.
+    """log softmax(logits / temperature) at the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens.
 
-    The logits at position t predict token t + 1, so they are read one position earlier. They are divided by the
-    temperature that the tokens were sampled with. Columns that are padding in every row are left out and get 0; at
+    The logits at position t predict token t + 1, so they are read one position earlier. temperature is what the tokens
+    were sampled with. The result is float32. Columns that are padding in every row are left out and get 0; at
     least one completion token must be real.
     Shown by A6 and A7 in test_losses.py.
     """
@@ -364,7 +365,10 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """1 up to and including each row's first EOS, 0 after it: (B, T) -> (B, T). Right also where pad == EOS."""
+    """1 up to and including each row's first EOS, 0 after it: (B, T) -> (B, T). Right also where pad == EOS.
+
+    A row of tokens a b E P P gives 1 1 1 0 0 (E: EOS, P: padding). Shown by A5 in test_losses.py.
+    """
     is_eos = (completion_ids == eos_token_id).long()
     return (is_eos.cumsum(dim=1) - is_eos == 0).long()
 
@@ -743,7 +747,9 @@ def run(args, model, start, records, judge, write, shown):
     curves = {label: [record[name] for record in history] for label, name in shown.items() if name in history[0]}
     try:
         save(args.out, write, history, summary, curves)
-    except KeyboardInterrupt:  # once more, whole
+    except KeyboardInterrupt:  # the first Ctrl-C saves, a second one ends at once
+        if stopped == "interrupted":
+            raise
         save(args.out, write, history, summary, curves)
     for label, values in curves.items():
         few = values[:: math.ceil(len(values) / 60)]

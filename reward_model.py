@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -147,7 +148,7 @@ def load(args):
                 folder = Path(download(local_files_only=True))
             try:  # the hub, which is asked once; from_pretrained would retry for a minute
                 folder = folder if any(folder.glob("*.safetensors")) else Path(download())
-            except Exception:
+            except LocalEntryNotFoundError:  # no network, and not all of it in the cache
                 if args.model is not None:
                     raise
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
@@ -199,7 +200,10 @@ def answer_scores(model, rows, pad_token_id):
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """1 up to and including each row's first EOS, 0 after it: (B, T) -> (B, T). Right also where pad == EOS."""
+    """1 up to and including each row's first EOS, 0 after it: (B, T) -> (B, T). Right also where pad == EOS.
+
+    A row of tokens a b E P P gives 1 1 1 0 0 (E: EOS, P: padding). Shown by A5 in test_losses.py.
+    """
     is_eos = (completion_ids == eos_token_id).long()
     return (is_eos.cumsum(dim=1) - is_eos == 0).long()
 
@@ -620,7 +624,9 @@ def run(args, model, start, records, judge, write, shown):
     curves = {label: [record[name] for record in history] for label, name in shown.items() if name in history[0]}
     try:
         save(args.out, write, history, summary, curves)
-    except KeyboardInterrupt:  # once more, whole
+    except KeyboardInterrupt:  # the first Ctrl-C saves, a second one ends at once
+        if stopped == "interrupted":
+            raise
         save(args.out, write, history, summary, curves)
     for label, values in curves.items():
         few = values[:: math.ceil(len(values) / 60)]

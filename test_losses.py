@@ -226,9 +226,18 @@ def test_a_masked_mean_is_over_what_the_mask_keeps_and_of_nothing_it_is_0():
     "delta, kl", [(0, 0), (1, 0.367879), (-1, 0.718282), (2, 1.135335), (-2, 4.389056), (3, 2.049787), (-3, 16.085537)]
 )
 def test_A13_k3_is_exp_of_minus_delta_plus_delta_minus_1(delta, kl):
-    # delta = log pi_theta - log pi_ref. A14: never negative, about linear for delta > 0, exponential for delta < 0.
+    # delta = log pi_theta - log pi_ref
     got = grpo.kl_divergence(row(delta - 1.0), row(-1.0))
     assert near(got, [[kl]]) and (got >= 0).all(), "k3 = exp(-delta) + delta - 1"
+
+
+def test_A14_k3_grows_like_delta_where_the_policy_likes_a_token_more_and_exponentially_where_it_likes_it_less():
+    delta = torch.linspace(-8, 8, 1601, dtype=torch.float64)
+    kl = grpo.kl_divergence(delta, torch.zeros_like(delta))
+    assert (kl >= 0).all() and kl[800] == 0, "never negative, 0 at delta = 0"
+    assert near(kl[-1], 7, 1e-3) and near(kl[0], math.exp(8) - 9), "delta - 1 above; exp(-delta) + delta - 1 below"
+    three = grpo.kl_divergence(torch.tensor([-3.0, 3.0]), torch.zeros(2))
+    assert near(three, [16.0855, 2.0498], 1e-4), "a token given up costs eight times one taken up"
 
 
 def test_A13_the_loss_adds_beta_times_the_kl():
@@ -565,6 +574,19 @@ def test_A5_the_mask_covers_the_completion_and_its_first_eos():
         ([2, 2, 2], [1, 0, 0]),  # an empty answer is one EOS
     ):
         assert grpo.completion_mask(torch.tensor([completion]), eos).tolist() == [expected]
+
+
+def test_A5_prompt_tokens_are_in_no_loss(tiny):
+    # 5 tokens of prompt, 3 of the completion: 0 0 0 0 0 1 1 1
+    ids = torch.tensor([[10, 11, 12, 13, 14, 20, 21, 22]])
+    counted = torch.zeros_like(ids)
+    counted[:, -3:] = grpo.completion_mask(ids[:, -3:], 2)
+    assert counted.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
+    with torch.no_grad():
+        logits = tiny[0](input_ids=ids).logits.log_softmax(-1)[:, :-1]
+        log_probs = grpo.token_log_probs(tiny[0], ids, torch.ones_like(ids), 3)
+    every = logits.gather(2, ids[:, 1:, None]).squeeze(2)  # of tokens 1 to 7
+    assert near(log_probs, every[counted[:, 1:].bool()][None], 1e-4), "the log-probs are those of the completion alone"
 
 
 def test_A6_the_log_prob_of_a_token_is_read_one_position_before_it():
@@ -1217,17 +1239,27 @@ def test_a_kill_between_the_two_renames_of_save_loses_nothing(tmp_path, monkeypa
     assert found == {".old": "old", ".new": "new"}, "both results stand whole beside the name"
 
 
-def test_ctrl_c_while_a_result_is_written_does_not_lose_it(tmp_path, monkeypatch, quick):
+def test_ctrl_c_while_a_result_is_written_does_not_lose_it_and_a_second_one_ends_at_once(tmp_path, monkeypatch, quick):
     calls, save_pretrained = itertools.count(1), PeftModel.save_pretrained
 
     def press(*args, **options):
         save_pretrained(*args, **options)
-        if next(calls) == 1:
+        if next(calls) in (1, 3):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(PeftModel, "save_pretrained", press)
     run_grpo(tmp_path / "x", steps=1)
     assert (tmp_path / "x" / "summary.json").exists() and [path.name for path in tmp_path.iterdir()] == ["x"]
+
+    def interrupted(*args):
+        yield from itertools.islice(train(*args), 1)
+        raise KeyboardInterrupt
+
+    train, before = grpo.train, (tmp_path / "x" / "summary.json").read_text()
+    monkeypatch.setattr(grpo, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):  # the third call
+        run_grpo(tmp_path / "x", steps=2)
+    assert next(calls) == 4 and (tmp_path / "x" / "summary.json").read_text() == before, "the old result stands"
 
 
 def test_a_result_may_be_a_link_and_needs_no_picture(tmp_path, monkeypatch):
@@ -3226,6 +3258,18 @@ def test_without_a_network_and_a_cache_the_default_is_tiny_llama_and_soon(learne
     assert "hub cannot be reached" in output["grpo"][0] and "tiny_llama" in output["grpo"][0], "the first line says so"
 
 
+def test_A3_all_scripts_train_lora_of_rank_8_and_alpha_32_on_q_proj_and_v_proj_without_dropout(learned):
+    for script, task in (
+        ("grpo", "CAUSAL_LM"),
+        ("ppo", "CAUSAL_LM"),
+        ("dpo", "CAUSAL_LM"),
+        ("reward_model", "SEQ_CLS"),
+    ):
+        config = json.loads((learned[2] / script / "adapter_config.json").read_text())
+        lora = [config[name] for name in ("r", "lora_alpha", "lora_dropout", "task_type")]
+        assert lora == [8, 32, 0, task] and sorted(config["target_modules"]) == ["q_proj", "v_proj"], script
+
+
 def test_the_saved_adapter_gives_the_same_log_probs_in_another_process(learned):
     found, _, folder = learned
     base, ids = AutoModelForCausalLM.from_pretrained(HERE / "tiny_llama", dtype=torch.float32), torch.tensor(ROWS[:1])
@@ -3261,7 +3305,7 @@ def test_B12_ppo_makes_the_stories_happier_by_5_standard_errors(learned):
     assert gain_in_standard_errors(summary) > 5, f"{summary['happiness_before']} -> {summary['happiness_after']}"
 
 
-def test_dpo_orders_4_of_5_held_out_pairs_and_makes_the_stories_happier_by_5_standard_errors(learned):
+def test_dpo_orders_4_of_5_held_out_pairs_to_a_standard_error_and_makes_the_stories_happier_by_5_of_them(learned):
     summary = learned[0]["dpo"]["summary"]
     accuracy, error = (summary["rewards/accuracies_after"][name] for name in ("mean", "standard_error"))
     assert accuracy + error >= 0.8, f"{accuracy} ± {error}: another processor's rounding may cost a standard error"

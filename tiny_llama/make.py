@@ -304,7 +304,7 @@ def main():
     batch = tokenizer(
         HELD_OUT_PROMPTS * 64, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
     )
-    ids = sample(model, batch.input_ids, batch.attention_mask, 32, eos_token_id=2, pad_token_id=0)
+    ids, _ = sample(model, batch.input_ids, batch.attention_mask, 32, eos_token_id=2, pad_token_id=0)
     lengths = completion_mask(ids, 2).sum(dim=1)
     answers = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(ids, lengths, strict=True)]
     scores = torch.tensor([happiness(answer) for answer in answers])
