@@ -1114,6 +1114,17 @@ def test_a_model_folder_must_hold_all_weights_and_be_no_adapter(tmp_path, capsys
     assert "lacks model.layers.4" in error, "transformers fills what is missing with random numbers, without a word"
 
 
+@pytest.mark.parametrize(
+    "eos, why", [(None, "no end-of-text token"), ("<far>", "EOS or pad token that the model does")]
+)
+def test_a_tokenizer_must_end_texts_with_a_token_that_the_model_knows(eos, why, tmp_path, capsys):
+    model, tokenizer = grpo.load(options())
+    tokenizer.eos_token = eos  # <far> is new, the first token behind the model's last
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert why in refused(capsys, "--out", str(tmp_path / "x"), "--model", str(tmp_path / "model"))
+
+
 def test_a_result_never_replaces_what_the_run_reads(tmp_path, capsys):
     out = tmp_path / "x"
     out.mkdir()
