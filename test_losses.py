@@ -1087,6 +1087,11 @@ def test_a_prompt_and_its_completion_may_fill_the_context_and_no_more(tiny, tmp_
         with contextlib.nullcontext() if context == length + 7 else pytest.raises(SystemExit):
             assert grpo.read_prompts(args, model, tiny[1])[0] == "The"
     assert f"a prompt of {length} tokens and --max-completion-length 7 exceed" in capsys.readouterr().err
+    longest = max(len(ids) for ids in tiny[1](grpo.HELD_OUT_PROMPTS, add_special_tokens=False).input_ids)
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=longest + 6))
+    (tmp_path / "prompts").write_text("The")
+    with pytest.raises(SystemExit):  # the judge's prompts count, too
+        grpo.read_prompts(args, model, tiny[1])
 
 
 def test_bad_folders_and_files_are_refused_in_one_sentence_that_names_them(tmp_path, capsys):
@@ -1844,7 +1849,9 @@ def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_
     summary = dpo.main(["--model", "tiny_llama", "--data", str(path), *few, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert "3 pairs to train on, 2 held out; 1 left out" in printed
-    assert "held-out pairs: the margin" in printed and "logps/rejected" in printed
+    for name, who in (("logps/chosen", "the chosen answers"), ("logps/rejected", "the rejected ones")):  # B16
+        change = summary[f"{name}_after"]["mean"] - summary[f"{name}_before"]["mean"]
+        assert f"{who} {'rose' if change > 0 else 'fell'} by {abs(change):.3f}" in printed and change != 0
     assert summary["steps"] == 2 and summary["rewards/accuracies_after"]["n"] == 2
     assert dpo.read_pairs(tmp_path / "out" / "pairs.jsonl") == PAIRS + [long]
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
