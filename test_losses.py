@@ -1255,6 +1255,24 @@ def test_a_kill_between_the_two_renames_of_save_loses_nothing(tmp_path, monkeypa
     assert found == {".old": "old", ".new": "new"}, "both results stand whole beside the name"
 
 
+def test_ctrl_c_while_the_old_result_is_removed_leaves_one_that_can_be_saved_again(tmp_path, monkeypatch):
+    out, rmtree = tmp_path / "x", shutil.rmtree
+    out.mkdir()
+
+    def press(path, **options):
+        if path.name.endswith(".old") and (path / "weights").exists():
+            raise KeyboardInterrupt
+        rmtree(path, **options)
+
+    grpo.save(out, lambda folder: (folder / "weights").write_text("old"), [], {}, {"reward": [0.0]})
+    monkeypatch.setattr(shutil, "rmtree", press)
+    with pytest.raises(KeyboardInterrupt):
+        grpo.save(out, lambda folder: (folder / "weights").write_text("new"), [], {}, {"reward": [0.0]})
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    grpo.save(out, lambda folder: (folder / "weights").write_text("new"), [], {}, {"reward": [0.0]})
+    assert (out / "weights").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 def test_ctrl_c_while_a_result_is_written_does_not_lose_it_and_a_second_one_ends_at_once(tmp_path, monkeypatch, quick):
     calls, save_pretrained = itertools.count(1), PeftModel.save_pretrained
 
@@ -1637,7 +1655,7 @@ def test_a_pair_is_the_happiest_and_the_gloomiest_answer_and_a_tie_makes_none(mo
 def test_no_prompt_is_both_trained_on_and_held_out(script):
     own = [{"prompt": f"p{i % 25}"} for i in range(50)]
     made = [{"prompt": prompt} for prompt in script.PROMPTS + script.HELD_OUT_PROMPTS]
-    for pairs in (own, made, own[:4]):
+    for pairs in (own, made, own[:4], made[-16:]):  # the last: of HELD_OUT_PROMPTS alone
         trained, held_out = ({pair["prompt"] for pair in part} for part in script.split_pairs(pairs))
         assert not trained & held_out and len(trained | held_out) == len({pair["prompt"] for pair in pairs})
         assert len(held_out) >= 2 and trained, "a standard error takes two held-out pairs"
