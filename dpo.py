@@ -88,14 +88,9 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         ref_chosen = ref_rejected = torch.zeros_like(chosen)
     check_loss_options(beta, loss_type, label_smoothing, f_divergence_type)
     c, r, s = chosen - ref_chosen, rejected - ref_rejected, label_smoothing
-    alpha = alpha_divergence_coef
-    divergences = {
-        "reverse_kl": lambda u: u,
-        "js_divergence": F.logsigmoid,
-        "alpha_divergence": lambda u: -torch.exp((-alpha * u).clamp(max=40)) / alpha,
-    }
-    f = divergences[f_divergence_type]
-    h, x, half = f(c) - f(r), beta * (c - r), 1 / (2 * beta)
+    h = f_divergence(c, f_divergence_type, alpha_divergence_coef)
+    h = h - f_divergence(r, f_divergence_type, alpha_divergence_coef)
+    x, half = beta * (c - r), 1 / (2 * beta)
     p, q, e = torch.sigmoid(beta * h), torch.sigmoid(-beta * h), s or 1e-3
     d, m = beta * torch.cat([c, r]).detach().mean(), torch.sigmoid(x / discopop_tau)
 
@@ -124,6 +119,15 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         "discopop": lambda: (1 - m) * L(x) + m * torch.exp((-x).clamp(max=40)),
     }
     return losses[loss_type](), beta * c.detach(), beta * r.detach()
+
+
+def f_divergence(u, f_divergence_type, alpha):
+    """f of dpo_loss at the log-ratio u of policy to reference: (B,) -> (B,). alpha is alpha_divergence's alone."""
+    if f_divergence_type == "js_divergence":
+        return F.logsigmoid(u)
+    if f_divergence_type == "alpha_divergence":
+        return -torch.exp((-alpha * u).clamp(max=40)) / alpha
+    return u  # reverse_kl
 
 
 def check_loss_options(beta, loss_type, label_smoothing, f_divergence_type):
@@ -238,8 +242,8 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
     """log softmax(logits / temperature) at the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens.
 
     The logits at position t predict token t + 1, so they are read one position earlier. temperature is what the tokens
-    were sampled with. The result is float32. Columns that are padding in every row are left out and get 0; at
-    least one completion token must be real.
+    were sampled with. The result is float32. Columns that are padding in every row are left out and get 0; at least one
+    completion token must be real.
     Shown by A6 and A7 in test_losses.py.
     """
     used = attention_mask.any(dim=0)  # (L,)

@@ -250,8 +250,8 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
     """log softmax(logits / temperature) at the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens.
 
     The logits at position t predict token t + 1, so they are read one position earlier. temperature is what the tokens
-    were sampled with. The result is float32. Columns that are padding in every row are left out and get 0; at
-    least one completion token must be real.
+    were sampled with. The result is float32. Columns that are padding in every row are left out and get 0; at least one
+    completion token must be real.
     Shown by A6 and A7 in test_losses.py.
     """
     used = attention_mask.any(dim=0)  # (L,)

@@ -344,8 +344,8 @@ def token_log_probs(model, input_ids, attention_mask, num_tokens, temperature=1.
     """log softmax(logits / temperature) at the last num_tokens of input_ids: (B, L), (B, L) -> (B, T), T = num_tokens.
 
     The logits at position t predict token t + 1, so they are read one position earlier. temperature is what the tokens
-    were sampled with. The result is float32. Columns that are padding in every row are left out and get 0; at
-    least one completion token must be real.
+    were sampled with. The result is float32. Columns that are padding in every row are left out and get 0; at least one
+    completion token must be real.
     Shown by A6 and A7 in test_losses.py.
     """
     used = attention_mask.any(dim=0)  # (L,)
@@ -524,9 +524,7 @@ def train(model, tokenizer, prompts, args):
         kept = mask.bool()
         metrics |= value_metrics | {"loss/policy": policy, "loss/value": critic, "grad_norm": grad_norm}
         metrics |= {"score": score.mean(), "happiness": sum(map(happiness, texts)) / len(texts)}
-        errors, total = (
-            x[kept].var(correction=0) for x in (raw_advantages, returns)
-        )  # raw_advantages = returns - old_values: the critic's errors
+        errors, total = (x[kept].var(correction=0) for x in (raw_advantages, returns))  # raw: returns - old_values
         metrics["explained_variance"] = 1 - errors / total.clamp(min=1e-8)
         metrics["kl"] = masked_mean(sampled_log_probs - ref_log_probs, kept)
         metrics["entropy"] = masked_mean(-sampled_log_probs, kept)
@@ -553,12 +551,7 @@ def parse_args(argv):
     add("--clip-high", type=float, default=0.2, help="clip range of the ratio above 1 (DAPO: 0.28)")
     add("--clip-dual", type=number_or_none, default=3.0, help="bound on the ratio for negative advantages, or none")
     add("--cliprange-value", type=float, default=0.2, help="clip range of the value around the old one")
-    add(
-        "--vf-coef",
-        type=float,
-        default=0.1,
-        help="weight of the value loss, felt where the gradient is clipped: Adam undoes a factor",
-    )
+    add("--vf-coef", type=float, default=0.1, help="weight of the value loss, felt only where the gradient is clipped")
     add("--gamma", type=float, default=1.0, help="discount per token")
     add("--lam", type=float, default=0.95, help="lambda of GAE")
     add("--missing-eos-penalty", type=float, default=0.0, help="subtracted from the reward of an answer without EOS")
