@@ -3,16 +3,24 @@
     pytest                    # all of it, no network
     pytest -k "clip or kl"    # what you are working on
 
+In this order:
+
+    GRPO's functions; the task; model and sampling; grpo.py end to end; what goes wrong (options, files, Ctrl-C)
+    reward_model.py, ppo.py, dpo.py: what each has of its own, functions first
+    learning: the four scripts, run for a minute beside the other tests; the files themselves
+
 Ids such as A11 or B18 are the points of the two articles; README.md has the table.
 """
 
 import ast
 import contextlib
+import copy
 import inspect
 import itertools
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,15 +54,43 @@ SCRIPTS = [HERE / name for name in ("grpo.py", "ppo.py", "dpo.py", "reward_model
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses names that transformers has renamed
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures():
+    """No curves.png: to draw one takes longer than most tests, and none looks at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        yield
+
+
+# ================================================================ helpers: tensors, made and compared
+# near is a yes or no, for an assert; close raises, and shows both tensors.
+
+
 def near(value, expected, tolerance=1e-5):
     """Whether a tensor or number is `expected`, element by element."""
     value = torch.as_tensor(value).detach().double()
     return torch.allclose(value, torch.as_tensor(expected, dtype=torch.float64), rtol=0, atol=tolerance)
 
 
+def close(value, expected, why, tolerance=1e-6):
+    """A tensor or number is `expected`, element by element; if not, the error says why it should be."""
+    value, expected = torch.as_tensor(value, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{why}\n{text}")
+
+
 def row(*values, grad=False):
     """A batch of one sequence: (1, T)."""
     return torch.tensor([values], dtype=torch.float64, requires_grad=grad)
+
+
+def rows64(*rows):
+    """A batch of sequences, each a list: (B, T)."""
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def float64(*values):
+    """A vector that takes gradient."""
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
 # ================================================================ GRPO: advantages
@@ -115,57 +151,55 @@ def test_a_group_of_one_and_a_broken_group_are_refused():
 # ================================================================ GRPO: the clipped objective
 
 
+def one_sequence(log_probs, old, advantage, ref=None, **options):
+    """grpo_loss of one sequence whose tokens all count: (1, T), (1, T) and a number."""
+    return grpo.grpo_loss(log_probs, old, ref, torch.tensor([advantage]), torch.ones_like(log_probs), **options)
+
+
 def test_A9_ratio_1_gives_minus_the_advantage():
     # policy = old policy, A = 2: -(1 x 2) = -2. Its gradient is -A / T = -2/3 a token, not 0.
     log_probs = row(-1.0, -2.0, -3.0, grad=True)
-    loss, _ = grpo.grpo_loss(
-        log_probs, log_probs.detach(), log_probs.detach(), torch.tensor([2.0]), torch.ones(1, 3), epsilon=None
-    )
+    loss, _ = one_sequence(log_probs, log_probs.detach(), 2.0, ref=log_probs.detach(), epsilon=None)
     loss.backward()
     assert near(loss, -2.0) and near(log_probs.grad, [[-2 / 3] * 3]), "ratio 1: loss -A, gradient -A / T"
 
 
 def test_A8_the_ratio_is_to_the_old_policy_and_the_reference_enters_only_through_the_kl():
-    log_probs, old, ref = row(-1.0, -1.0), row(-1.5, -1.5), row(-9.0, -9.0)
-    loss, _ = grpo.grpo_loss(log_probs, old, ref, torch.tensor([1.0]), torch.ones(1, 2), epsilon=None, beta=0)
+    loss, _ = one_sequence(row(-1.0, -1.0), row(-1.5, -1.5), 1.0, ref=row(-9.0, -9.0), epsilon=None, beta=0)
     assert near(loss, -math.exp(0.5)), "ratio = exp(log pi_theta - log pi_old), whatever the reference says"
 
 
 def test_A11_a_positive_advantage_never_gives_less_than_minus_1_plus_epsilon_times_A():
     # Every ratio is e^0.5 = 1.65 or more, so clipped to 1.2: -1.2 x 2 = -2.4.
     log_probs = row(-1.0, -0.5, -0.1, grad=True)
-    loss, metrics = grpo.grpo_loss(
-        log_probs, row(-1.5, -2.0, -9.0), None, torch.tensor([2.0]), torch.ones(1, 3), beta=0
-    )
+    loss, metrics = one_sequence(log_probs, row(-1.5, -2.0, -9.0), 2.0, beta=0)
     loss.backward()
     assert near(loss, -2.4), "-(1 + epsilon) A"
     assert (log_probs.grad == 0).all(), "A12: a clipped token has no gradient, so -2.4 is no more stable than -2"
-    assert metrics["clip_ratio/high_mean"] == 1 and metrics["clip_ratio/low_mean"] == 0
+    shares = [metrics[f"clip_ratio/{side}_mean"] for side in ("high", "low")]
+    assert shares == [1, 0], "the share of the clip that took the gradient, and no other"
 
 
 def test_A12_a_negative_advantage_is_not_bounded_without_delta():
     # A = -2, ratio 3: min(3 x -2, 1.2 x -2) = -6, loss +6, gradient -(-2) x 3 = 6. With delta = 2: loss 4, gradient 0.
     for delta, expected, slope in ((None, 6.0, 6.0), (2.0, 4.0, 0.0)):
         log_probs = row(math.log(3.0), grad=True)
-        loss, metrics = grpo.grpo_loss(
-            log_probs, row(0.0), None, torch.tensor([-2.0]), torch.ones(1, 1), beta=0, delta=delta
-        )
+        loss, metrics = one_sequence(log_probs, row(0.0), -2.0, beta=0, delta=delta)
         loss.backward()
-        assert near(loss, expected) and near(log_probs.grad, [[slope]]), (
-            f"delta={delta}: the bound on negative advantages"
-        )
-        assert metrics["clip_ratio/dual_mean"] == (delta is not None) and metrics["clip_ratio/high_mean"] == 0
+        assert near(loss, expected) and near(log_probs.grad, [[slope]]), f"delta={delta} bounds a negative advantage"
+        shares = [metrics[f"clip_ratio/{side}_mean"] for side in ("dual", "high")]
+        assert shares == [delta is not None, 0], "the share of the clip that took the gradient, and no other"
 
 
-def test_delta_bounds_the_ratio_of_a_negative_advantage_also_without_a_clip():
-    # A = -1, ratio 5 bounded by 2: loss 2, gradient 0. A = 1: delta is no bound, loss -5, gradient -5.
-    for advantage, expected, slope in ((-1.0, 2.0, 0.0), (1.0, -5.0, -5.0)):
-        log_probs = row(math.log(5.0), grad=True)
-        args = log_probs, row(0.0), None, torch.tensor([advantage]), torch.ones(1, 1)
-        loss, metrics = grpo.grpo_loss(*args, beta=0, epsilon=None, delta=2.0)
+def test_without_epsilon_delta_bounds_the_ratio_of_a_bad_token_and_of_no_other():
+    # loss -ratio A, gradient the same; where A < 0 and the ratio is above delta: -delta A, gradient 0
+    cases = (5, -1.0, 2.0, 2.0, 0.0), (5, 1.0, 2.0, -5.0, -5.0), (10, 0.5, 2.0, -5.0, -5.0), (10, -0.5, 2.0, 1.0, 0.0)
+    for ratio, advantage, delta, expected, slope in (*cases, (0.5, -1.0, None, 0.5, 0.5)):
+        log_probs = row(math.log(ratio), grad=True)
+        loss, metrics = one_sequence(log_probs, row(0.0), advantage, beta=0, epsilon=None, delta=delta)
         loss.backward()
-        assert near(loss, expected) and near(log_probs.grad, [[slope]]), "delta is for A < 0, with or without epsilon"
-        assert metrics["clip_ratio/dual_mean"] == (advantage < 0) and metrics["clip_ratio/high_mean"] == 0
+        assert near(loss, expected) and near(log_probs.grad, [[slope]]), f"ratio {ratio}, A {advantage}, delta {delta}"
+        assert metrics["clip_ratio/dual_mean"] == (slope == 0) and metrics["clip_ratio/high_mean"] == 0, "dual's share"
 
 
 @pytest.mark.parametrize(
@@ -182,9 +216,7 @@ def test_delta_bounds_the_ratio_of_a_negative_advantage_also_without_a_clip():
 )
 def test_the_clip_takes_the_gradient_in_two_of_six_cells(ratio, advantage, loss, gradient, share):
     log_probs = row(math.log(ratio), grad=True)
-    got, metrics = grpo.grpo_loss(
-        log_probs, row(0.0), None, torch.tensor([advantage]), torch.ones(1, 1), beta=0, epsilon=0.2, epsilon_high=0.28
-    )
+    got, metrics = one_sequence(log_probs, row(0.0), advantage, beta=0, epsilon=0.2, epsilon_high=0.28)
     got.backward()
     assert near(got, loss) and near(log_probs.grad, [[gradient]]), "pessimistic: the smaller of clipped and unclipped"
     for side in ("low", "high", "dual"):
@@ -243,9 +275,7 @@ def test_A14_k3_grows_like_delta_where_the_policy_likes_a_token_more_and_exponen
 def test_A13_the_loss_adds_beta_times_the_kl():
     # policy = old, A = 2, delta = -1: -(2 - 0.1 x 0.718282) = -1.928172. Gradient: -2 + 0.1 (1 - e) = -2.171828
     log_probs = row(-2.0, grad=True)
-    loss, metrics = grpo.grpo_loss(
-        log_probs, log_probs.detach(), row(-1.0), torch.tensor([2.0]), torch.ones(1, 1), beta=0.1
-    )
+    loss, metrics = one_sequence(log_probs, log_probs.detach(), 2.0, ref=row(-1.0), beta=0.1)
     loss.backward()
     assert near(loss, -1.928172) and near(metrics["kl"], 0.718282), "loss = -(objective - beta KL)"
     assert near(log_probs.grad, [[-2.171828]]), "the KL pulls back a policy that gave up a token the reference likes"
@@ -278,18 +308,19 @@ def test_B8_a_single_k1_can_be_negative_but_its_mean_under_the_policy_cannot():
 
 
 def test_at_beta_0_no_reference_is_needed_and_with_one_the_kl_is_only_reported():
-    args = row(-1.0, -2.0), row(-1.0, -2.0)
-    without, metrics = grpo.grpo_loss(*args, None, torch.tensor([1.0]), torch.ones(1, 2), beta=0)
-    with_ref, reported = grpo.grpo_loss(*args, row(-2.0, -3.0), torch.tensor([1.0]), torch.ones(1, 2), beta=0)
-    assert without == with_ref == -1 and "kl" not in metrics and near(reported["kl"], 0.367879)
+    log_probs = row(-1.0, -2.0)
+    without, metrics = one_sequence(log_probs, log_probs, 1.0, beta=0)
+    with_ref, reported = one_sequence(log_probs, log_probs, 1.0, ref=row(-2.0, -3.0), beta=0)
+    assert without == with_ref == -1, "beta 0: the KL is not in the loss"
+    assert "kl" not in metrics and near(reported["kl"], 0.367879), "but reported where there is a reference"
 
 
 def test_a_beta_above_0_without_ref_log_probs_is_a_ValueError():
     with pytest.raises(ValueError, match="ref_log_probs are needed"):
-        grpo.grpo_loss(row(-1.0), row(-1.0), None, torch.tensor([1.0]), torch.ones(1, 1), beta=0.1)
+        one_sequence(row(-1.0), row(-1.0), 1.0, beta=0.1)
 
 
-# ================================================================ GRPO: masks, means, numbers that overflow
+# ================================================================ masks, means, numbers that overflow
 
 
 def ragged(seed=0, batch=5, length=4):
@@ -337,7 +368,7 @@ def test_micro_batches_have_the_gradient_of_the_whole_batch(loss_type, level):
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e4, -1e4, 200.0])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_what_stands_under_mask_0_has_no_influence(garbage, level):
+def test_what_stands_under_mask_0_has_no_influence_on_grpo_loss(garbage, level):
     log_probs, old, ref, advantages, mask = ragged()
 
     def run(fill):
@@ -356,7 +387,7 @@ def test_log_ratios_beyond_20_count_as_20(beyond):
     one, none = torch.ones(1, 1), row(0)
     for side in (1, -1):
         e = math.exp(20 * side)
-        loss, _ = grpo.grpo_loss(row(side * beyond), none, None, torch.ones(1), one, epsilon=None, beta=0)
+        loss, _ = one_sequence(row(side * beyond), none, 1.0, epsilon=None, beta=0)
         assert near(loss / -e, 1, 1e-9), "ratio = exp(log-ratio within +-20)"
         loss, _ = ppo.policy_loss(row(side * beyond), none, -one, one, clip_low=1.0, clip_dual=None)
         assert near(loss / e, 1, 1e-9), "the same in PPO"
@@ -364,19 +395,13 @@ def test_log_ratios_beyond_20_count_as_20(beyond):
         assert near(grpo.kl_divergence(row(side * beyond), none) / k3, 1, 1e-9), "k3 of delta within +-20"
 
 
-@pytest.mark.parametrize("ratio, advantage, delta, loss_is", [(0.5, -1, None, 0.5), (10, 0.5, 2, -5), (10, -0.5, 2, 1)])
-def test_without_a_clip_delta_alone_bounds_and_only_a_bad_token(ratio, advantage, delta, loss_is):
-    advantages, one = torch.tensor([float(advantage)]), torch.ones(1, 1)
-    loss, _ = grpo.grpo_loss(row(math.log(ratio)), row(0), None, advantages, one, epsilon=None, delta=delta, beta=0)
-    assert near(loss, loss_is), "epsilon=None: -ratio * A, the ratio at most delta where A < 0"
-
-
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_ratio_at_the_very_edge_of_the_range_is_not_clipped(advantage):
+    _, metrics = one_sequence(row(0), row(0), advantage, epsilon=0.0, delta=1.0, beta=0)
     one = torch.ones(1, 1)
-    _, metrics = grpo.grpo_loss(row(0), row(0), None, one[0] * advantage, one, epsilon=0.0, delta=1.0, beta=0)
     _, more = ppo.policy_loss(row(0), row(0), one * advantage, one, clip_low=0.0, clip_high=0.0, clip_dual=1.0)
-    assert not any(value for m in (metrics, more) for name, value in m.items() if name.startswith("clip_ratio"))
+    shares = [value for m in (metrics, more) for name, value in m.items() if name.startswith("clip_ratio")]
+    assert len(shares) == 6 and not any(shares), "ratio 1, range [1, 1], delta 1: nothing is out of range"
 
 
 def test_a_sequence_of_one_token_has_the_ratio_of_that_token():
@@ -400,26 +425,23 @@ def test_the_defaults_of_the_losses_are_those_of_their_sources():
 
 @pytest.mark.parametrize("log_ratio", [200.0, -200.0])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_log_ratio_of_200_overflows_neither_loss_nor_gradient(log_ratio, level):
+def test_a_log_ratio_of_200_overflows_neither_loss_nor_gradient_of_grpo(log_ratio, level):
     for advantage in (1.0, -1.0):
-        log_probs = row(-1.0, log_ratio, grad=True)
-        loss, metrics = grpo.grpo_loss(
-            log_probs.float(), row(0, 0).float(), row(0, 0).float(), torch.tensor([advantage]), torch.ones(1, 2),
-            importance_sampling_level=level,
-        )  # fmt: skip
+        log_probs, zero = row(-1.0, log_ratio, grad=True), torch.zeros(1, 2)
+        loss, metrics = one_sequence(log_probs.float(), zero, advantage, ref=zero, importance_sampling_level=level)
         loss.backward()
         finite = [loss, log_probs.grad, *metrics.values()]
         assert all(x.isfinite().all() for x in finite), "log-ratios are clamped to +-20 before exp"
 
 
-def test_an_all_zero_mask_gives_loss_0_and_gradient_0():
+def test_an_all_zero_mask_gives_loss_0_and_gradient_0_in_grpo_loss():
     for loss_type, level in itertools.product(("grpo", "dapo", "dr_grpo"), ("token", "sequence")):
         log_probs = torch.full((2, 3), math.nan, requires_grad=True)
         args = log_probs, torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2), torch.zeros(2, 3)
         loss, metrics = grpo.grpo_loss(*args, loss_type=loss_type, importance_sampling_level=level)
         loss.backward()
         assert loss == 0 and (log_probs.grad == 0).all(), f"{loss_type}, {level}: nothing to learn is no NaN"
-        assert all(value == 0 for value in metrics.values())
+        assert all(value == 0 for value in metrics.values()), "metrics of nothing are 0"
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
@@ -431,23 +453,20 @@ def test_a_mask_may_be_bool_int_or_float(kind):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_gradient_is_the_numerical_one(loss_type, level):
+def test_the_gradient_of_grpo_loss_is_the_numerical_one(loss_type, level):
     log_probs, old, ref, advantages, mask = ragged()
     options = {"loss_type": loss_type, "importance_sampling_level": level, "delta": 1.7, "beta": 0.3}
-    assert torch.autograd.gradcheck(
-        lambda x: grpo.grpo_loss(x, old, ref, advantages, mask, **options)[0], log_probs.requires_grad_()
-    )
+    check = torch.autograd.gradcheck
+    assert check(lambda x: grpo.grpo_loss(x, old, ref, advantages, mask, **options)[0], log_probs.requires_grad_())
 
 
-def test_metrics_are_detached_and_approx_kl_is_old_minus_new():
+def test_metrics_are_detached_means_over_tokens_and_approx_kl_is_old_minus_new():
     log_probs, old, ref, advantages, mask = ragged()
     for level in ("token", "sequence"):
         args = log_probs.requires_grad_(), old, ref, advantages, mask
         _, metrics = grpo.grpo_loss(*args, importance_sampling_level=level)
-        assert not any(value.requires_grad for value in metrics.values())
-        assert near(metrics["approx_kl"], (old - log_probs)[mask.bool()].mean()), (
-            "mean of old minus new over the tokens"
-        )
+        assert not any(value.requires_grad for value in metrics.values()), "metrics are for looking at: detached"
+        assert near(metrics["approx_kl"], (old - log_probs)[mask.bool()].mean()), "old minus new, a mean over tokens"
     kl = grpo.kl_divergence(log_probs, ref)[mask.bool()].mean()
     assert near(metrics["kl"], kl), "kl is a mean over tokens"
 
@@ -475,31 +494,31 @@ def test_happiness_counts_families_of_words_once_and_saturates():
     assert grpo.happiness("joy fun love hug smile dance") == 1, "three are enough: a list pays no more"
     assert grpo.happiness("sad cold dark lost poor") == -1, "and costs no more"
     assert grpo.happiness("") == grpo.happiness("unhappyish") == 0, "whole words only"
+    assert not set(grpo.CHEERFUL) & set(grpo.GLOOMY), "no word is both"
 
 
 def test_the_held_out_prompts_are_16_and_none_is_trained_on():
     assert len(set(grpo.HELD_OUT_PROMPTS)) == 16 and not set(grpo.HELD_OUT_PROMPTS) & set(grpo.PROMPTS)
-    assert not set(grpo.CHEERFUL) & set(grpo.GLOOMY), "no word is both"
 
 
-# ================================================================ model and sampling
+# ================================================================ helpers: models to test with
 
 
 @pytest.fixture(scope="module")
 def tiny():
     """(model, tokenizer): the embedded model, as the scripts load it."""
-    return grpo.load(options())
+    return grpo.load(settings())
 
 
-def options(**changes):
-    """The part of the command line's arguments that loading and sampling read."""
+def settings(**changes):
+    """The part of the command line's arguments that loading and sampling read, and what a test adds."""
     args = {"model": "tiny_llama", "device": torch.device("cpu"), "dtype": torch.float32, "lora_targets": ["q_proj"]}
     return Namespace(**args | {"max_completion_length": 32, "temperature": 1.0} | changes)
 
 
 def with_lora(**changes):
     """A fresh tiny_llama with a LoRA adapter, and its tokenizer."""
-    model, tokenizer = grpo.load(options())
+    model, tokenizer = grpo.load(settings())
     config = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes}
     return get_peft_model(model, LoraConfig(**config)).eval(), tokenizer
 
@@ -510,6 +529,19 @@ def off_zero(model, adapter="", std=0.02):
     for name, p in model.named_parameters():
         if f"lora_B.{adapter}" in name:
             torch.nn.init.normal_(p, std=std)
+
+
+def minimal_model(vocabulary):
+    """A Llama of one layer and 8 numbers a token. Most tests replace its forward by one of their own."""
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, initializer_range=0.5, **shape)).eval()
+
+
+def minimal_lora():
+    """minimal_model with tiny_llama's vocabulary and an adapter that is off zero."""
+    torch.manual_seed(0)
+    config = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    return get_peft_model(minimal_model(4096), LoraConfig(**config)).eval()
 
 
 def by_heart(sequence, vocabulary=10):
@@ -523,22 +555,108 @@ def by_heart(sequence, vocabulary=10):
     return model
 
 
+def learned_positions():
+    """A small random model whose positions are a table, not rotations: it notices a wrong one."""
+    torch.manual_seed(0)
+    size = {"vocab_size": 30, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "tie_word_embeddings": False}
+    model = GPT2LMHeadModel(GPT2Config(**size, initializer_range=0.5)).eval()
+    torch.nn.init.normal_(model.transformer.wpe.weight)
+    return model
+
+
+@contextlib.contextmanager
+def batch_sizes(module):
+    """A list that grows by the number of rows of every forward pass."""
+    sizes = []
+
+    def count(module, positional, keywords):
+        sizes.append(len(keywords["input_ids"]))
+
+    hook = module.register_forward_pre_hook(count, with_kwargs=True)
+    yield sizes
+    hook.remove()
+
+
+# ================================================================ helpers: a training step written out
+
+
+def fixed_answers(tokenizer, prompts):
+    """What complete() returns, here six answers, of which the first is cut off, and the texts a to f."""
+    prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+    answers = [[50, 60, 70, 80, 90], [50, 60, 2, 0, 0], [52, 61, 71, 2, 0], [53, 62, 72, 81, 2], [2, 0, 0, 0, 0]]
+    answers = torch.tensor([*answers, [54, 63, 2, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1] * 5, [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]])
+    ids, attention_mask = torch.cat([prompt.input_ids, answers], 1), torch.cat([prompt.attention_mask, mask], 1)
+    return ids, attention_mask, mask, list("abcdef"), torch.full(mask.shape, -1.5)
+
+
+def row_alone(batch, i):
+    """(ids, n) of a row of fixed_answers on its own: prompt and answer without padding; the n last are the answer."""
+    ids, attention_mask, mask, *_ = batch
+    return ids[i : i + 1, attention_mask[i].bool()], int(mask[i].sum())
+
+
+def log_probs_alone(model, batch, temperature):
+    """Each answer's log-probs, (n,), from a pass over its row alone: the logits at t predict token t + 1."""
+    for i in range(6):
+        ids, n = row_alone(batch, i)
+        log_probs = (model(input_ids=ids).logits[0] / temperature).log_softmax(-1)
+        yield log_probs[:-1].gather(1, ids[0, 1:, None])[-n:, 0]
+
+
+def plain_sgd(monkeypatch):
+    """Let the scripts train by plain gradient descent, of which a step is easy to write out."""
+    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.SGD)
+
+
+def sgd_step(params, loss, rate):
+    """One step of gradient descent, the gradient's norm clipped to 1. Returns the norm before that."""
+    grads = torch.autograd.grad(loss, params)
+    norm = torch.cat([grad.flatten() for grad in grads]).norm()
+    for p, grad in zip(params, grads, strict=True):
+        p.data -= rate * grad * min(1, 1 / norm)
+    return norm
+
+
+def trained_parameters(model):
+    """The parameters that an optimizer would get."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def values_of(params):
+    """Their numbers, copied into one vector."""
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def agree(record, expected):
+    """A step's metrics are those expected, all of them and no others."""
+    assert set(record) == set(expected)
+    for name, value in expected.items():
+        value = torch.as_tensor(value).detach().item()
+        assert float(record[name]) == pytest.approx(value, rel=1e-3, abs=1e-5), f"the metric {name}"
+
+
+# ================================================================ model and sampling
+
+
 def test_A1_the_model_continues_the_quick_brown_fox(tiny):
     model, tokenizer = tiny
-    *_, mask, texts, _ = grpo.complete(
-        model, tokenizer, ["The quick brown fox jumped over the"], options(max_completion_length=2)
-    )
-    assert mask.shape[1] <= 2 and isinstance(texts[0], str)
+    prompts = ["The quick brown fox jumped over the"]
+    greedy = settings(max_completion_length=8, temperature=1e-4)
+    *_, mask, texts, _ = grpo.complete(model, tokenizer, prompts, greedy)
+    assert texts[0].strip() and 0 < mask.sum() <= 8, "it has something to say, of 8 tokens at most"
 
 
 def test_A2_the_tokenizer_ends_a_text_with_eos_but_no_eos_stands_inside_what_the_model_sees(tiny):
     model, tokenizer = tiny
     assert tokenizer("The dog").input_ids[-1] == tokenizer.eos_token_id, "as babyllama's tokenizer does"
     torch.manual_seed(0)
-    ids, attention_mask, mask, texts, _ = grpo.complete(model, tokenizer, grpo.HELD_OUT_PROMPTS * 2, options())
+    ids, attention_mask, mask, texts, _ = grpo.complete(model, tokenizer, grpo.HELD_OUT_PROMPTS, settings())
     prompt, answers = ids[:, : -mask.shape[1]], ids[:, -mask.shape[1] :]
     assert not (prompt == tokenizer.eos_token_id).any(), "an EOS after the prompt says that the story is over"
-    assert (answers == tokenizer.eos_token_id).any() and not any(tokenizer.eos_token in text for text in texts)
+    assert (answers == tokenizer.eos_token_id).any(), "some of these answers end"
+    assert not any(tokenizer.eos_token in text for text in texts), "and none of the texts says so"
+    assert (answers[mask.bool()] != tokenizer.pad_token_id).all(), "a real model does not write <pad>"
 
 
 def test_A3_lora_trains_rank_times_in_plus_out_parameters_a_projection():
@@ -548,7 +666,7 @@ def test_A3_lora_trains_rank_times_in_plus_out_parameters_a_projection():
     width = config.hidden_size // config.num_attention_heads
     out = width * config.num_attention_heads + width * config.num_key_value_heads
     expected = config.num_hidden_layers * 8 * (2 * config.hidden_size + out)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
+    assert expected == 24_576 == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def test_A4_with_B_0_policy_and_reference_are_one_and_with_a_random_B_they_are_not():
@@ -573,20 +691,18 @@ def test_A5_the_mask_covers_the_completion_and_its_first_eos():
         ([5, 2, 2], [1, 1, 0]),  # also where pad == EOS
         ([2, 2, 2], [1, 0, 0]),  # an empty answer is one EOS
     ):
-        assert grpo.completion_mask(torch.tensor([completion]), eos).tolist() == [expected]
+        got = grpo.completion_mask(torch.tensor([completion]), eos).tolist()
+        assert got == [expected], f"{completion}: up to the first EOS, which counts"
 
 
 def test_A5_prompt_tokens_are_in_no_loss(tiny):
-    # 5 tokens of prompt, 3 of the completion: 0 0 0 0 0 1 1 1
+    # 5 tokens of prompt, 3 of the completion. The first predicts the second: of 7 log-probs the last 3 count.
     ids = torch.tensor([[10, 11, 12, 13, 14, 20, 21, 22]])
-    counted = torch.zeros_like(ids)
-    counted[:, -3:] = grpo.completion_mask(ids[:, -3:], 2)
-    assert counted.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
     with torch.no_grad():
         logits = tiny[0](input_ids=ids).logits.log_softmax(-1)[:, :-1]
         log_probs = grpo.token_log_probs(tiny[0], ids, torch.ones_like(ids), 3)
     every = logits.gather(2, ids[:, 1:, None]).squeeze(2)  # of tokens 1 to 7
-    assert near(log_probs, every[counted[:, 1:].bool()][None], 1e-4), "the log-probs are those of the completion alone"
+    assert near(log_probs, every[:, 4:], 1e-4), "the log-probs are those of the completion alone"
 
 
 def test_A6_the_log_prob_of_a_token_is_read_one_position_before_it():
@@ -601,7 +717,8 @@ def test_A6_the_log_prob_of_a_token_is_read_one_position_before_it():
 
 def test_A7_a_row_has_the_same_log_probs_alone_and_in_a_left_padded_batch(tiny):
     model, tokenizer = tiny
-    ids, attention_mask, mask, *_ = grpo.complete(model, tokenizer, ["The dog", grpo.HELD_OUT_PROMPTS[1]], options())
+    prompts = ["The dog", grpo.HELD_OUT_PROMPTS[1]]
+    ids, attention_mask, mask, *_ = grpo.complete(model, tokenizer, prompts, settings(max_completion_length=8))
     assert (attention_mask[0] == 0).any(), "the first prompt is the shorter one"
     T, n = mask.shape[1], int(mask[0].sum())
     with torch.no_grad():
@@ -609,7 +726,7 @@ def test_A7_a_row_has_the_same_log_probs_alone_and_in_a_left_padded_batch(tiny):
         keep = attention_mask[0].bool()
         alone = grpo.token_log_probs(model, ids[:1, keep], attention_mask[:1, keep], n)[0]
         lost = grpo.token_log_probs(model, ids, torch.ones_like(ids), T)[0, :n]
-    assert near(batch, alone, 1e-4), "the padding is masked, and the positions are counted without it"
+    assert near(batch, alone, 1e-4), "the padding is masked"
     assert not near(lost, alone, 1e-2), "this test would notice a lost mask (attention_masks= loses it silently)"
 
 
@@ -618,8 +735,9 @@ def test_A7_every_keyword_that_the_model_is_given_is_one_that_it_names(tiny, mon
     given, named = [], inspect.signature(type(model).forward).parameters
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda **keywords: given.append(set(keywords)) or forward(**keywords))
-    ids, attention_mask, mask, *_ = grpo.complete(model, tokenizer, ["The dog"], options(max_completion_length=2))
+    ids, attention_mask, mask, *_ = grpo.complete(model, tokenizer, ["The dog"], settings(max_completion_length=2))
     grpo.token_log_probs(model, ids, attention_mask, mask.shape[1])
+    assert len(given) == mask.shape[1] + 1, "sampling and the log-probs both went through it"
     for keywords in given:
         assert {"attention_mask", "position_ids"} <= keywords <= set(named), "it ignores others without a word"
 
@@ -651,15 +769,6 @@ def test_log_probs_are_float32_also_of_a_model_in_bfloat16():
     assert got.dtype == torch.float32 and near(got, expected, 1e-6), "bfloat16 has 3 digits, and ratios are near 1"
 
 
-def learned_positions():
-    """A small random model whose positions are a table, not rotations: it notices a wrong one."""
-    torch.manual_seed(0)
-    size = {"vocab_size": 30, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "tie_word_embeddings": False}
-    model = GPT2LMHeadModel(GPT2Config(**size, initializer_range=0.5)).eval()
-    torch.nn.init.normal_(model.transformer.wpe.weight)
-    return model
-
-
 @torch.no_grad()
 def test_positions_are_counted_from_the_first_real_token():
     model = learned_positions()
@@ -675,7 +784,8 @@ def test_positions_are_counted_from_the_first_real_token():
 
 def test_B1_before_the_first_update_the_ratio_is_exactly_1_and_the_kl_exactly_0():
     model, tokenizer = with_lora()
-    ids, attention_mask, mask, *_ = grpo.complete(model, tokenizer, ["The dog", *grpo.HELD_OUT_PROMPTS[:3]], options())
+    prompts = ["The dog", *grpo.HELD_OUT_PROMPTS[:3]]
+    ids, attention_mask, mask, *_ = grpo.complete(model, tokenizer, prompts, settings(max_completion_length=8))
     new = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1])  # with gradient, as in the update
     with torch.no_grad():
         old = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1])
@@ -683,15 +793,8 @@ def test_B1_before_the_first_update_the_ratio_is_exactly_1_and_the_kl_exactly_0(
             ref = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1])
     _, metrics = grpo.grpo_loss(new, old, ref, torch.ones(4), mask)
     assert torch.equal(new, old) and metrics["kl"] == 0 and metrics["approx_kl"] == 0, "no dropout, no train mode"
-    assert all(p.requires_grad == ("lora" in name) for name, p in model.named_parameters()), (
-        "disable_adapter left its mark"
-    )
-
-
-def minimal_model(vocabulary):
-    """A minimal Llama, whose forward a test replaces by one of its own."""
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **shape)).eval()
+    trains = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trains == {name for name, _ in model.named_parameters() if "lora" in name}, "disable_adapter left its mark"
 
 
 def test_sampling_draws_from_the_whole_vocabulary_not_from_the_50_likeliest():
@@ -720,15 +823,14 @@ def test_complete_samples_from_the_padded_prompts_at_the_temperature_and_decodes
     calls = []
     monkeypatch.setattr(grpo, "sample", lambda *args, **more: calls.append((args, more)) or (answers, "log-probs"))
     prompts = ["The dog", "Every morning the old farmer"]
-    ids, attention_mask, mask, texts, log_probs = grpo.complete(model, tokenizer, prompts, options(temperature=0.7))
+    ids, attention_mask, mask, texts, log_probs = grpo.complete(model, tokenizer, prompts, settings(temperature=0.7))
     [(args, more)] = calls
     prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
     assert args[0] is model and torch.equal(args[1], prompt.input_ids) and torch.equal(args[2], prompt.attention_mask)
     assert (prompt.attention_mask[0] == 0).any() and (prompt.attention_mask[:, -1] == 1).all(), "padded on the left"
     assert args[3:] == (32,) and more == {"temperature": 0.7, "eos_token_id": 2, "pad_token_id": 0}
-    assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]] and texts == tokenizer.batch_decode(
-        [[50, 60, 70, 80], [51, 61]]
-    )
+    assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]], "the EOS counts"
+    assert texts == tokenizer.batch_decode([[50, 60, 70, 80], [51, 61]]), "up to the EOS"
     assert torch.equal(ids, torch.cat([prompt.input_ids, answers], 1)) and log_probs == "log-probs"
     assert torch.equal(attention_mask, torch.cat([prompt.attention_mask, mask], 1)), "prompt and answer are attended to"
 
@@ -742,20 +844,18 @@ def test_sampling_never_draws_a_token_of_probability_0(monkeypatch, u):
     assert grpo.sample(model, prompt, prompt, 1, eos_token_id=9, pad_token_id=0)[0].item() == (2 if u else 1)
 
 
-def test_sampling_pads_behind_the_eos_and_stops_when_every_row_has_one(tiny):
-    model, tokenizer = tiny
-    torch.manual_seed(0)
-    batch = tokenizer(["The dog"] * 32, add_special_tokens=False, return_tensors="pt")
-    ids, _ = grpo.sample(model, batch.input_ids, batch.attention_mask, 200, eos_token_id=2, pad_token_id=0)
-    behind = grpo.completion_mask(ids, 2) == 0
-    assert (ids[behind] == 0).all() and ids.shape[1] < 200
-    assert (ids[~behind] != 0).all(), "a real model does not write <pad>"
+def test_sampling_pads_behind_the_eos_and_stops_when_every_row_has_one():
+    model, prompt, eye = minimal_model(10), torch.ones(2, 1, dtype=torch.long), torch.eye(10) * 1000
+    drawn = iter([[5, 6], [2, 7], [8, 2], [9, 9]])  # what each step is certain of, for two rows; 2 is the EOS
+    model.forward = lambda **_: SimpleNamespace(logits=eye[next(drawn)][:, None])
+    ids, _ = grpo.sample(model, prompt, prompt, 200, eos_token_id=2, pad_token_id=0)
+    assert ids.tolist() == [[5, 2, 0], [6, 7, 2]], "row 1 ends first and is padded; nothing is drawn after the last EOS"
 
 
 def test_the_log_probs_that_sampling_returns_are_those_of_a_pass_over_the_whole_text(tiny):
     model, tokenizer = tiny
-    prompts = ["The dog", *grpo.HELD_OUT_PROMPTS[:3]]
-    ids, attention_mask, mask, _, drawn = grpo.complete(model, tokenizer, prompts, options(temperature=0.7))
+    prompts, args = ["The dog", *grpo.HELD_OUT_PROMPTS[:3]], settings(temperature=0.7, max_completion_length=8)
+    ids, attention_mask, mask, _, drawn = grpo.complete(model, tokenizer, prompts, args)
     with torch.no_grad():
         log_probs = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1], 0.7)
     assert drawn.shape == mask.shape and near(drawn[mask.bool()], log_probs[mask.bool()], 1e-4), "but for rounding"
@@ -763,9 +863,8 @@ def test_the_log_probs_that_sampling_returns_are_those_of_a_pass_over_the_whole_
 
 def test_greedy_steps_with_the_cache_agree_with_a_pass_over_the_whole_text(tiny):
     model, tokenizer = tiny
-    batch = tokenizer(
-        ["The dog", grpo.HELD_OUT_PROMPTS[1]], add_special_tokens=False, padding=True, return_tensors="pt"
-    )
+    prompts = ["The dog", grpo.HELD_OUT_PROMPTS[1]]
+    batch = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
     special = {"eos_token_id": 2, "pad_token_id": 0, "temperature": 1e-4}  # so cold that the likeliest token wins
     ids, _ = grpo.sample(model, batch.input_ids, batch.attention_mask, 6, **special)
     mask = grpo.completion_mask(ids, 2)
@@ -778,95 +877,59 @@ def test_greedy_steps_with_the_cache_agree_with_a_pass_over_the_whole_text(tiny)
 # ================================================================ grpo.py end to end
 
 
-SMALL = ["--prompts-per-step", "2", "--num-generations", "4", "--max-completion-length", "8"]
+SMALL = ["--prompts-per-step", "2", "--num-generations", "3", "--max-completion-length", "4"]
+TWICE = ["--num-iterations", "2", "--learning-rate", "0.01"]
 
 
-def run_grpo(out, *extra, steps=2, size=SMALL):
-    """grpo.main on tiny_llama, with small batches unless `size` is []."""
-    return grpo.main(["--model", "tiny_llama", "--out", str(out), "--steps", str(steps), *size, *extra])
+def run_grpo(out, *extra, steps=2):
+    """grpo.main on tiny_llama, with small batches."""
+    return grpo.main(["--model", "tiny_llama", "--out", str(out), "--steps", str(steps), *SMALL, *extra])
+
+
+def make_quick(patch):
+    """No judging, and a reward that differs from text to text: what these tests are about is something else."""
+    patch.setattr(grpo, "evaluate", lambda *args: ({}, []))
+    patch.setattr(grpo, "reward", lambda prompts, texts: [len(text) for text in texts])
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """No judging: what these tests are about is something else."""
-    monkeypatch.setattr(grpo, "evaluate", lambda *args: ({}, []))
+    make_quick(monkeypatch)
 
 
-def test_the_same_seed_gives_the_same_metrics_and_another_one_does_not(tmp_path, quick):
-    metrics = []
-    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        run_grpo(tmp_path / name, "--seed", seed, "--num-iterations", "2", steps=1)
-        metrics.append((tmp_path / name / "metrics.jsonl").read_text())
-    assert metrics[0] == metrics[1] != metrics[2]
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """The folder of a run of one step, two iterations and seed 0."""
+    folder = tmp_path_factory.mktemp("one_step") / "x"
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        run_grpo(folder, *TWICE, steps=1)
+    return folder
 
 
-def test_later_iterations_on_a_batch_have_a_ratio_other_than_1(tmp_path, quick):
-    for iterations in (1, 2):
-        run_grpo(tmp_path / "x", "--num-iterations", str(iterations), "--learning-rate", "0.01", steps=1)
-        record = json.loads((tmp_path / "x" / "metrics.jsonl").read_text())
-        assert (record["approx_kl"] == 0) == (iterations == 1), "B1: on-policy in the first pass, off-policy later"
+def test_the_same_seed_gives_the_same_metrics_and_another_one_does_not(one_step, tmp_path, quick):
+    metrics = [(one_step / "metrics.jsonl").read_text()]
+    for seed in ("0", "1"):
+        run_grpo(tmp_path / seed, "--seed", seed, *TWICE, steps=1)
+        metrics.append((tmp_path / seed / "metrics.jsonl").read_text())
+    assert metrics[0] == metrics[1] != metrics[2], "the seed decides LoRA's start, the prompts' order and the answers"
 
 
-def fixed_answers(tokenizer, prompts):
-    """What complete() returns, here six answers, of which the first is cut off, and the texts a to f."""
-    prompt = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
-    answers = [[50, 60, 70, 80, 90], [50, 60, 2, 0, 0], [52, 61, 71, 2, 0], [53, 62, 72, 81, 2], [2, 0, 0, 0, 0]]
-    answers = torch.tensor([*answers, [54, 63, 2, 0, 0]])
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1] * 5, [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]])
-    ids, attention_mask = torch.cat([prompt.input_ids, answers], 1), torch.cat([prompt.attention_mask, mask], 1)
-    return ids, attention_mask, mask, list("abcdef"), torch.full(mask.shape, -1.5)
-
-
-def alone(batch, i):
-    """(ids, n) of a row of fixed_answers on its own: prompt and answer without padding; the n last are the answer."""
-    ids, attention_mask, mask, *_ = batch
-    return ids[i : i + 1, attention_mask[i].bool()], int(mask[i].sum())
-
-
-def log_probs_alone(model, batch, temperature):
-    """Each answer's log-probs, (n,), from a pass over its row alone: the logits at t predict token t + 1."""
-    for i in range(6):
-        ids, n = alone(batch, i)
-        log_probs = (model(input_ids=ids).logits[0] / temperature).log_softmax(-1)
-        yield log_probs[:-1].gather(1, ids[0, 1:, None])[-n:, 0]
-
-
-def plain_sgd(monkeypatch):
-    """Let the scripts train by plain gradient descent, of which a step is easy to write out."""
-    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.SGD)
-
-
-def sgd_step(params, loss, rate):
-    """One step of gradient descent, the gradient's norm clipped to 1. Returns the norm before that."""
-    grads = torch.autograd.grad(loss, params)
-    norm = torch.cat([grad.flatten() for grad in grads]).norm()
-    for p, grad in zip(params, grads, strict=True):
-        p.data -= rate * grad * min(1, 1 / norm)
-    return norm
-
-
-def trained_parameters(model):
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def values_of(params):
-    return torch.cat([p.detach().flatten() for p in params])
-
-
-def agree(record, expected):
-    """A step's metrics are those expected, all of them and no others."""
-    assert set(record) == set(expected)
-    for name, value in expected.items():
-        value = torch.as_tensor(value).detach().item()
-        assert float(record[name]) == pytest.approx(value, rel=1e-3, abs=1e-5), f"the metric {name}"
+def test_later_iterations_on_a_batch_have_a_ratio_other_than_1(one_step, tmp_path, quick):
+    run_grpo(tmp_path / "x", steps=1)
+    once, twice = (json.loads((out / "metrics.jsonl").read_text()) for out in (tmp_path / "x", one_step))
+    assert once["approx_kl"] == 0 != twice["approx_kl"], "B1: on-policy in the first pass, off-policy later"
 
 
 @pytest.mark.parametrize(
-    "loss_type, level, beta", [("grpo", "token", 10.0), ("dapo", "token", 0.1), ("dr_grpo", "sequence", 0.1)]
+    "loss_type, level, beta, scale",
+    [("grpo", "token", 10.0, "group"), ("dapo", "token", 0.1, "batch"), ("dr_grpo", "sequence", 0.1, "none")],
 )
-def test_A15_a_step_of_training_is_the_algorithm_written_out_row_by_row(tmp_path, monkeypatch, loss_type, level, beta):
+def test_A15_a_step_of_training_is_the_algorithm_written_out_row_by_row(
+    tmp_path, monkeypatch, loss_type, level, beta, scale
+):
     size = "--prompts-per-step 2 --num-generations 3 --max-completion-length 8 --micro-batch-size 4".split()
-    loss = f"--loss-type {loss_type} --importance-sampling-level {level} --beta {beta}".split()
+    loss = f"--loss-type {loss_type} --importance-sampling-level {level} --beta {beta} --scale-rewards {scale}".split()
     clip = "--epsilon 0.02 --epsilon-high 0.03 --delta 1.05".split()
     rest = "--temperature 0.7 --num-iterations 2 --steps 1 --learning-rate 0.05".split()
     args = grpo.parse_args([*size, *loss, *clip, *rest, "--out", str(tmp_path / "x")])
@@ -887,15 +950,17 @@ def test_A15_a_step_of_training_is_the_algorithm_written_out_row_by_row(tmp_path
     (record,) = grpo.train(model, tokenizer, ["The dog", "Every morning the old farmer"], args)
     learned = values_of(params)
     (batch,) = batches
-    assert rewarded[0] == rewarded[1] and [len(set(rewarded[0][i : i + 3])) for i in (0, 2, 3)] == [1, 2, 1], (
-        "the three answers to a prompt are side by side"
-    )
+    assert rewarded[0] == rewarded[1], "the rewards are those of the answers' prompts"
+    kinds = [len(set(rewarded[0][i : i + 3])) for i in (0, 2, 3)]
+    assert kinds == [1, 2, 1], "the three answers to a prompt are side by side"
 
     for p, value in zip(params, start, strict=True):
         p.data.copy_(value)
-    # mean 1.4 / 3; sample std sqrt((0.533333^2 + 0.066667^2 + 0.466667^2) / 2) = 0.503322; the second group is equal
+    # mean 1.4 / 3; sample std sqrt((0.533333^2 + 0.066667^2 + 0.466667^2) / 2) = 0.503322; the second group is equal.
+    # All six: mean 7.4 / 6, the squares of what is above or below it 4.033333, sample std sqrt(4.033333 / 5) = 0.898146
     std = 0.503322
-    a = [x / (std + 1e-4) for x in (1 - 1.4 / 3, 0.4 - 1.4 / 3, -1.4 / 3, 0, 0, 0)]
+    divisor = {"group": std + 1e-4, "batch": 0.898146 + 1e-4, "none": 1}[scale]
+    a = [x / divisor for x in (1 - 1.4 / 3, 0.4 - 1.4 / 3, -1.4 / 3, 0, 0, 0)]
     with torch.no_grad():
         old = list(log_probs_alone(model, batch, 0.7))
         with model.disable_adapter():
@@ -956,13 +1021,12 @@ def test_no_reference_pass_is_made_at_beta_0(tmp_path, monkeypatch):
     monkeypatch.setattr(model, "disable_adapter", None)
     few = ["--prompts-per-step", "2", "--num-generations", "3", "--steps", "1", "--out", str(tmp_path / "x")]
     (record,) = grpo.train(model, tokenizer, ["A", "B"], grpo.parse_args([*few, "--beta", "0"]))
-    assert "kl" not in record and "approx_kl" in record
+    assert "kl" not in record and "approx_kl" in record, "approx_kl needs no reference"
 
 
-def test_the_judge_takes_16_answers_to_each_prompt_by_the_same_draws_and_their_mean_log_ratio(monkeypatch):
-    model, tokenizer = with_lora()
-    off_zero(model, std=0.1)
-    args, batches, complete = options(max_completion_length=4, temperature=0.7), [], grpo.complete
+def test_the_judge_takes_16_answers_to_each_prompt_by_the_same_draws_and_their_mean_log_ratio(tiny, monkeypatch):
+    model, tokenizer = minimal_lora(), tiny[1]
+    args, batches, complete = settings(max_completion_length=4, temperature=0.7), [], grpo.complete
     monkeypatch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:2])
 
     def shortened(*x):
@@ -987,17 +1051,18 @@ def test_the_judge_takes_16_answers_to_each_prompt_by_the_same_draws_and_their_m
         with model.disable_adapter():
             k1.append((new - grpo.token_log_probs(model, ids, attention_mask, mask.shape[1], 0.7))[mask.bool()])
     k1 = torch.cat(k1)
+    assert abs(k1.mean()) > 1e-3, "the adapter is off zero"
     assert near(estimates["kl"]["mean"], k1.mean()) and estimates["kl"]["n"] == len(k1), "policy less reference"
     assert near(estimates["kl"]["standard_error"], k1.std() / len(k1) ** 0.5)
 
 
-def test_log_probs_that_are_not_finite_stop_the_judge(monkeypatch):
-    model, tokenizer = with_lora()
+def test_log_probs_that_are_not_finite_stop_the_judge(tiny, monkeypatch):
+    model, tokenizer = minimal_lora(), tiny[1]
     monkeypatch.setattr(grpo, "HELD_OUT_PROMPTS", grpo.HELD_OUT_PROMPTS[:1])
     real = grpo.token_log_probs
     monkeypatch.setattr(grpo, "token_log_probs", lambda *x: real(*x) * math.nan)
     with pytest.raises(FloatingPointError, match="not finite"):
-        grpo.evaluate(model, tokenizer, options(max_completion_length=2))
+        grpo.evaluate(model, tokenizer, settings(max_completion_length=2))
 
 
 def test_an_estimate_is_the_mean_and_its_standard_error():
@@ -1009,35 +1074,28 @@ def test_an_estimate_is_the_mean_and_its_standard_error():
 @pytest.mark.parametrize(
     "extra",
     [
-        ["--beta", "0"],
-        ["--epsilon", "none", "--scale-rewards", "none", "--loss-type", "dr_grpo"],
-        [
-            "--importance-sampling-level",
-            "sequence",
-            "--delta",
-            "2",
-            "--epsilon-high",
-            "0.28",
-            "--scale-rewards",
-            "batch",
-        ],
-        ["--temperature", "0.7", "--num-generations", "3", "--micro-batch-size", "1", "--lora-targets", "o_proj"],
+        "--beta 0",
+        "--epsilon none --scale-rewards none --loss-type dr_grpo",
+        "--importance-sampling-level sequence --delta 2 --epsilon-high 0.28 --scale-rewards batch",
+        "--temperature 0.7 --num-generations 2 --micro-batch-size 1 --lora-targets o_proj",
     ],
 )
-def test_every_variant_runs(tmp_path, quick, extra):
-    summary = run_grpo(tmp_path / "x", *extra, steps=1)
-    assert summary["steps"] == 1 and (tmp_path / "x" / "adapter_model.safetensors").exists()
+def test_every_variant_runs_and_adapts_the_layers_it_was_told(tmp_path, quick, extra):
+    assert run_grpo(tmp_path / "x", *extra.split(), steps=1)["steps"] == 1
+    config = json.loads((tmp_path / "x" / "adapter_config.json").read_text())
+    assert sorted(config["target_modules"]) == (["o_proj"] if "o_proj" in extra else ["q_proj", "v_proj"])
 
 
 # ================================================================ what goes wrong
 
 
-def refused(capsys, *argv):
-    """The one sentence on stderr with which grpo.py refuses, with exit status 2, before it loads or trains anything."""
+def refused(capsys, script, *argv):
+    """The one sentence on stderr with which a script refuses, exit status 2, before it loads or trains anything."""
     with pytest.raises(SystemExit) as end:
-        grpo.main([*argv])
-    sentence = capsys.readouterr().err.strip()
-    assert end.value.code == 2 and sentence.count("\n") == 0 and sentence.startswith("grpo.py: "), sentence
+        script.main([*argv])
+    sentence = capsys.readouterr().err
+    named = sentence.startswith(f"{script.__name__}.py: ")
+    assert end.value.code == 2 and sentence.count("\n") == 1 and named, f"one sentence, exit status 2: {sentence}"
     return sentence
 
 
@@ -1075,12 +1133,12 @@ def refused(capsys, *argv):
 def test_bad_options_are_refused_in_one_sentence_that_names_them(argv, named, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     model = [] if "--model" in argv else ["--model", "tiny_llama"]
-    assert named in refused(capsys, *model, "--out", str(tmp_path / "x"), *argv)
+    assert named in refused(capsys, grpo, *model, "--out", str(tmp_path / "x"), *argv)
 
 
 def test_a_prompt_and_its_completion_may_fill_the_context_and_no_more(tiny, tmp_path, capsys):
     (tmp_path / "prompts").write_text("The\n" + "The old dog" * 9)
-    args = options(prompts=tmp_path / "prompts", max_completion_length=7)
+    args = settings(prompts=tmp_path / "prompts", max_completion_length=7)
     length = len(tiny[1]("The old dog" * 9, add_special_tokens=False).input_ids)
     for context in (length + 7, length + 6):
         model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=context))
@@ -1097,37 +1155,35 @@ def test_a_prompt_and_its_completion_may_fill_the_context_and_no_more(tiny, tmp_
 def test_bad_folders_and_files_are_refused_in_one_sentence_that_names_them(tmp_path, capsys):
     out = ["--model", "tiny_llama", "--out", str(tmp_path / "x")]
     (tmp_path / "empty").mkdir()
-    assert "empty" in refused(capsys, *out[2:], "--model", str(tmp_path / "empty"))
+    assert "empty" in refused(capsys, grpo, *out[2:], "--model", str(tmp_path / "empty"))
     for content, named in ((b"", "blank"), (b" \n\r\n", "blank"), (b"caf\xe9", "utf-8")):
         (tmp_path / "prompts").write_bytes(content)
-        assert named in refused(capsys, *out, "--prompts", str(tmp_path / "prompts")), content
-    assert "directory" in refused(capsys, *out, "--prompts", str(tmp_path)).lower()
-    assert "--out" in refused(capsys, *out[:2], "--out", str(tmp_path / "prompts" / "x")), "a file is no folder"
+        assert named in refused(capsys, grpo, *out, "--prompts", str(tmp_path / "prompts")), content
+    assert "directory" in refused(capsys, grpo, *out, "--prompts", str(tmp_path)).lower()
+    assert "--out" in refused(capsys, grpo, *out[:2], "--out", str(tmp_path / "prompts" / "x")), "a file is no folder"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    assert "--out" in refused(capsys, *out[:2], "--out", str(tmp_path / "mine")), "a run replaces its folder: not yours"
+    assert "--out" in refused(capsys, grpo, *out[:2], "--out", str(tmp_path / "mine")), "a run replaces it: not yours"
 
 
 def test_a_model_folder_must_hold_all_weights_and_be_no_adapter(tmp_path, capsys):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    assert "no config.json" in refused(capsys, "--out", str(tmp_path / "x"), "--model", str(tmp_path / "adapter"))
+    assert "no config.json" in refused(capsys, grpo, "--out", str(tmp_path / "x"), "--model", str(tmp_path / "adapter"))
     shutil.copytree(HERE / "tiny_llama", tmp_path / "more", ignore=shutil.ignore_patterns("work", "*.py"))
     config = json.loads((tmp_path / "more" / "config.json").read_text())
     (tmp_path / "more" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
-    error = refused(capsys, "--out", str(tmp_path / "x"), "--model", str(tmp_path / "more"))
+    error = refused(capsys, grpo, "--out", str(tmp_path / "x"), "--model", str(tmp_path / "more"))
     assert "lacks model.layers.4" in error, "transformers fills what is missing with random numbers, without a word"
 
 
-@pytest.mark.parametrize(
-    "eos, why", [(None, "no end-of-text token"), ("<far>", "EOS or pad token that the model does")]
-)
+@pytest.mark.parametrize("eos, why", [(None, "no end-of-text token"), ("<far>", "token that the model does not know")])
 def test_a_tokenizer_must_end_texts_with_a_token_that_the_model_knows(eos, why, tmp_path, capsys):
-    model, tokenizer = grpo.load(options())
+    model, tokenizer = grpo.load(settings())
     tokenizer.eos_token = eos  # <far> is new, the first token behind the model's last
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    assert why in refused(capsys, "--out", str(tmp_path / "x"), "--model", str(tmp_path / "model"))
+    assert why in refused(capsys, grpo, "--out", str(tmp_path / "x"), "--model", str(tmp_path / "model"))
 
 
 def test_a_result_never_replaces_what_the_run_reads(tmp_path, capsys):
@@ -1135,17 +1191,17 @@ def test_a_result_never_replaces_what_the_run_reads(tmp_path, capsys):
     out.mkdir()
     (out / "summary.json").write_text("{}")
     (out / "prompts.txt").write_text("One day")
-    assert "--prompts" in refused(capsys, "--out", str(out), "--prompts", str(out / "prompts.txt"))
-    assert "--model" in refused(capsys, "--out", str(out), "--model", str(out))
-    with pytest.raises(SystemExit):
-        ppo.main(["--model", "tiny_llama", "--out", str(out), "--reward-model", str(out / "reward_model")])
-    assert "what --reward-model reads" in capsys.readouterr().err and (out / "prompts.txt").exists()
+    assert "--prompts" in refused(capsys, grpo, "--out", str(out), "--prompts", str(out / "prompts.txt"))
+    assert "--model" in refused(capsys, grpo, "--out", str(out), "--model", str(out))
+    where = ["--out", str(out), "--reward-model", str(out / "reward_model")]
+    assert "what --reward-model reads" in refused(capsys, ppo, "--model", "tiny_llama", *where)
+    assert (out / "prompts.txt").exists()
 
 
 def test_a_prompts_file_may_have_a_byte_order_mark_windows_line_ends_and_blank_lines(tiny, tmp_path):
     (tmp_path / "prompts").write_bytes("\ufeffOne day\r\n\r\n Zoë said\u2028so\n".encode())
-    assert grpo.read_prompts(options(prompts=tmp_path / "prompts"), *tiny) == ["One day", "Zoë said\u2028so"]
-    assert grpo.read_prompts(options(prompts=None), *tiny) == grpo.PROMPTS
+    assert grpo.read_prompts(settings(prompts=tmp_path / "prompts"), *tiny) == ["One day", "Zoë said\u2028so"]
+    assert grpo.read_prompts(settings(prompts=None), *tiny) == grpo.PROMPTS
 
 
 @pytest.mark.parametrize(
@@ -1187,18 +1243,18 @@ def in_step_2(monkeypatch, what):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_saves_the_last_good_weights(tmp_path, capsys, monkeypatch, quick):
-    in_step_2(monkeypatch, lambda: torch.full((8,), math.nan))
+    in_step_2(monkeypatch, lambda: torch.full((6,), math.nan))
     with pytest.raises(SystemExit) as end:
         run_grpo(tmp_path / "x", steps=3)
     error = capsys.readouterr().err.splitlines()[-1]
     assert end.value.code == 2 and "step 2" in error and "the weights of step 1 are saved" in error
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert summary["steps"] == 1 and "step 2" in summary["stopped"]
-    model = PeftModel.from_pretrained(grpo.load(options())[0], tmp_path / "x")
+    model = PeftModel.from_pretrained(grpo.load(settings())[0], tmp_path / "x")
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_ctrl_c_saves_the_weights_of_the_last_whole_step(tmp_path, capsys, monkeypatch, quick):
+def test_ctrl_c_saves_the_weights_of_the_last_whole_step(one_step, tmp_path, capsys, monkeypatch, quick):
     clip, calls = torch.nn.utils.clip_grad_norm_, itertools.count(1)
 
     def press(*args):
@@ -1208,11 +1264,9 @@ def test_ctrl_c_saves_the_weights_of_the_last_whole_step(tmp_path, capsys, monke
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", press)
     with pytest.raises(SystemExit) as end:
-        run_grpo(tmp_path / "x", "--num-iterations", "2", steps=3)
+        run_grpo(tmp_path / "x", *TWICE, steps=3)
     assert end.value.code == 130 and "the weights of step 1 are saved" in capsys.readouterr().err.splitlines()[-1]
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-    run_grpo(tmp_path / "one", "--num-iterations", "2", steps=1)
-    weights = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("x", "one")]
+    weights = [(out / "adapter_model.safetensors").read_bytes() for out in (tmp_path / "x", one_step)]
     assert weights[0] == weights[1], "as if only one step had been asked for"
 
 
@@ -1274,26 +1328,26 @@ def test_ctrl_c_while_the_old_result_is_removed_leaves_one_that_can_be_saved_aga
 
 
 def test_ctrl_c_while_a_result_is_written_does_not_lose_it_and_a_second_one_ends_at_once(tmp_path, monkeypatch, quick):
-    calls, save_pretrained = itertools.count(1), PeftModel.save_pretrained
+    saves, runs, save_pretrained = itertools.count(1), itertools.count(1), PeftModel.save_pretrained
 
     def press(*args, **options):
         save_pretrained(*args, **options)
-        if next(calls) in (1, 3):
+        if next(saves) in (1, 3):
+            raise KeyboardInterrupt
+
+    def train(*args):
+        yield {"step": 1, "samples": 6, "reward": 0.5}
+        if next(runs) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(PeftModel, "save_pretrained", press)
+    monkeypatch.setattr(grpo, "train", train)
     run_grpo(tmp_path / "x", steps=1)
     assert (tmp_path / "x" / "summary.json").exists() and [path.name for path in tmp_path.iterdir()] == ["x"]
-
-    def interrupted(*args):
-        yield from itertools.islice(train(*args), 1)
-        raise KeyboardInterrupt
-
-    train, before = grpo.train, (tmp_path / "x" / "summary.json").read_text()
-    monkeypatch.setattr(grpo, "train", interrupted)
-    with pytest.raises(KeyboardInterrupt):  # the third call
+    before = (tmp_path / "x" / "summary.json").read_text()
+    with pytest.raises(KeyboardInterrupt):  # the third save
         run_grpo(tmp_path / "x", steps=2)
-    assert next(calls) == 4 and (tmp_path / "x" / "summary.json").read_text() == before, "the old result stands"
+    assert next(saves) == 4 and (tmp_path / "x" / "summary.json").read_text() == before, "the old result stands"
 
 
 def test_a_result_may_be_a_link_and_needs_no_picture(tmp_path, monkeypatch):
@@ -1314,15 +1368,14 @@ DIVERGENCES = ["reverse_kl", "js_divergence", "alpha_divergence"]
 
 def dpo_grads(chosen, rejected, ref_chosen, ref_rejected, **options):
     """(losses, gradient of their mean to chosen, to rejected), in float64."""
-    chosen, rejected, *ref = (
-        torch.tensor(x, dtype=torch.float64) for x in (chosen, rejected, ref_chosen, ref_rejected)
-    )
+    chosen, rejected, *ref = torch.tensor([chosen, rejected, ref_chosen, ref_rejected], dtype=torch.float64)
     losses, _, _ = dpo.dpo_loss(chosen.requires_grad_(), rejected.requires_grad_(), *ref, **options)
     losses.mean().backward()
     return losses.detach(), chosen.grad, rejected.grad
 
 
 def dpo_options(**changes):
+    """The part of the command line's arguments that training on pairs reads."""
     values = dict(device=torch.device("cpu"), temperature=1.0, micro_batch_size=64, prompts_per_step=5, steps=1)
     values |= dict(learning_rate=0.1, beta=0.1, loss_type="sigmoid", label_smoothing=0.0, reference_free=False)
     return SimpleNamespace(**(values | dict(f_divergence_type="reverse_kl") | changes))
@@ -1339,11 +1392,7 @@ def adapted(tiny):
 
 
 PAIRS = [
-    {
-        "prompt": "Once upon a time there was a little cat who",
-        "chosen": " was happy.",
-        "rejected": " was sad and cold.",
-    },
+    {"prompt": "Once upon a time there was a cat who", "chosen": " was happy.", "rejected": " was sad and cold."},
     {"prompt": "The old bear", "chosen": " loved to sing and dance with his good friends.", "rejected": " cried."},
     {"prompt": "One day a young girl", "chosen": " smiled.", "rejected": " fell into the dark, cold river."},
     {"prompt": "Every morning the tired farmer went out and", "chosen": " laughed.", "rejected": " was hurt."},
@@ -1351,23 +1400,21 @@ PAIRS = [
 ]
 
 
-# ---------------------------------------------------------------- sequence_log_probs
+# ---------------------------------------------------------------- dpo.py: sequence_log_probs
 
 
 def test_B14_a_sequences_log_prob_is_the_sum_over_its_mask_and_ipos_is_the_mean():
     log_probs = torch.tensor([[-1.0, -2.0, -4.0], [-3.0, -9.0, -9.0], [-7.0, -7.0, -7.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     # -1 - 2 - 4 = -7, / 3 = -2.333333; one token: -3 either way; no token: 0
-    assert dpo.sequence_log_probs(log_probs, mask).tolist() == [-7, -3, 0], (
-        "a sequence's log-prob is the sum over its mask"
-    )
+    assert dpo.sequence_log_probs(log_probs, mask).tolist() == [-7, -3, 0], "the sum over the mask"
     mean = dpo.sequence_log_probs(log_probs, mask, average=True)
     assert torch.allclose(mean, torch.tensor([-7 / 3, -3, 0])), "average divides by the number of tokens, not by T"
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e4])
 @pytest.mark.parametrize("average", [False, True])
-def test_what_stands_under_mask_0_has_no_influence_on_value_or_gradient(garbage, average):
+def test_what_stands_under_mask_0_has_no_influence_on_a_sequences_log_prob(garbage, average):
     log_probs = torch.tensor([[-1.0, garbage, -2.0], [garbage] * 3], requires_grad=True)
     total = dpo.sequence_log_probs(log_probs, torch.tensor([[1, 0, 1], [0, 0, 0]]), average)
     total.sum().backward()
@@ -1376,7 +1423,7 @@ def test_what_stands_under_mask_0_has_no_influence_on_value_or_gradient(garbage,
     assert log_probs.grad.tolist() == [[share, 0, share], [0, 0, 0]], "a masked token reached the gradient"
 
 
-# ---------------------------------------------------------------- dpo_loss
+# ---------------------------------------------------------------- dpo.py: dpo_loss
 
 
 def test_B14_at_the_start_the_loss_is_ln_2_the_margin_0_and_the_gradient_is_not_0():
@@ -1394,8 +1441,8 @@ def test_B15_label_smoothing_mixes_in_the_loss_with_the_sign_turned():
     # log-ratios +1 and -1, beta 0.1: x = 0.2; -log sigmoid(0.2) = 0.598139, -log sigmoid(-0.2) = 0.798139
     # s = 0.1: 0.9 x 0.598139 + 0.1 x 0.798139 = 0.618139
     at = [-4.0], [-8.0], [-5.0], [-7.0]
-    assert dpo_grads(*at)[0].item() == pytest.approx(0.598139, abs=1e-6)
-    assert dpo_grads(*at, label_smoothing=0.1)[0].item() == pytest.approx(0.618139, abs=1e-6)
+    assert dpo_grads(*at)[0].item() == pytest.approx(0.598139, abs=1e-6), "L(x) = -log sigmoid(x), x = beta (c - r)"
+    assert dpo_grads(*at, label_smoothing=0.1)[0].item() == pytest.approx(0.618139, abs=1e-6), "(1 - s) L(x) + s L(-x)"
 
 
 def test_B16_the_loss_falls_although_the_chosen_answer_has_become_half_as_likely():
@@ -1436,12 +1483,10 @@ BY_HAND = [  # loss_type, options, loss, gradient to chosen, gradient to rejecte
 ]
 
 
-@pytest.mark.parametrize("loss_type, more, loss, to_chosen, to_rejected", BY_HAND)
-def test_B17_every_loss_type_has_its_value_and_gradient_at_a_point_computed_by_hand(
-    loss_type, more, loss, to_chosen, to_rejected
-):
+@pytest.mark.parametrize("loss_type, more, expected", [(name, more, values) for name, more, *values in BY_HAND])
+def test_B17_every_loss_type_has_its_value_and_gradient_at_a_point_computed_by_hand(loss_type, more, expected):
     got = dpo_grads([-9.6], [-13.8], [-10.0], [-13.0], beta=0.5, loss_type=loss_type, **more)
-    assert [x.item() for x in got] == pytest.approx([loss, to_chosen, to_rejected], abs=1e-6)
+    assert [x.item() for x in got] == pytest.approx(expected, abs=1e-6), f"{loss_type} {more}: loss, two gradients"
 
 
 # Mean loss and the first pair's two gradients as TRL 0.19.0's DPOTrainer.dpo_loss computes them, beta = 0.1.
@@ -1471,22 +1516,22 @@ TRL = [
 ]
 
 
-@pytest.mark.parametrize("loss_type, more, loss, to_chosen, to_rejected", TRL)
-def test_B17_every_loss_type_computes_what_trl_computes_on_a_batch(loss_type, more, loss, to_chosen, to_rejected):
+@pytest.mark.parametrize("loss_type, more, expected", [(name, more, values) for name, more, *values in TRL])
+def test_B17_every_loss_type_computes_what_trl_computes_on_a_batch(loss_type, more, expected):
     losses, grad_chosen, grad_rejected = dpo_grads(*TRL_BATCH, loss_type=loss_type, **more)
     got = [losses.mean().item(), grad_chosen[0].item(), grad_rejected[0].item()]
-    assert got == pytest.approx([loss, to_chosen, to_rejected], rel=2e-6, abs=1e-7)
+    assert got == pytest.approx(expected, rel=2e-6, abs=1e-7), f"{loss_type} {more}: loss, two gradients"
 
 
 def test_hinge_is_0_beyond_a_margin_of_1():
     # beta h = 0.5 x (3 + 1) = 2: 1 - 2 < 0, so the loss is 0 and so is the gradient
     got = dpo_grads([-7.0], [-14.0], [-10.0], [-13.0], beta=0.5, loss_type="hinge")
-    assert [x.item() for x in got] == [0, 0, 0]
+    assert [x.item() for x in got] == [0, 0, 0], "loss, gradient to chosen, to rejected"
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_reference_free_is_the_same_as_zeros_for_both_reference_log_probs(loss_type):
-    batch = [torch.tensor(row) for row in TRL_BATCH]
+    batch = torch.tensor(TRL_BATCH)
     free = dpo.dpo_loss(*batch, loss_type=loss_type, reference_free=True)
     zeros = dpo.dpo_loss(*batch[:2], torch.zeros(5), torch.zeros(5), loss_type=loss_type)
     for name, a, b in zip(("losses", "chosen_rewards", "rejected_rewards"), free, zeros, strict=True):
@@ -1512,7 +1557,7 @@ def test_bco_pairs_baseline_carries_no_gradient():
     "loss_type, divergence",
     [(name, "reverse_kl") for name in LOSSES] + [(name, f) for name in LOSSES[:5] for f in DIVERGENCES[1:]],
 )
-def test_log_ratios_of_200_give_finite_losses_and_gradients_in_float32(loss_type, divergence):
+def test_dpo_at_log_ratios_of_200_gives_finite_losses_and_gradients_in_float32(loss_type, divergence):
     chosen, rejected = torch.tensor([200.0, -200, 200, -200, 0]), torch.tensor([200.0, 200, -200, -200, 0])
     chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
     for beta, tau in ((0.1, 0.05), (1.0, 5.0)):
@@ -1549,7 +1594,7 @@ def test_an_option_that_is_unknown_out_of_range_or_not_read_is_refused(wrong, na
         dpo.dpo_loss(*torch.zeros(4, 2), **wrong)
 
 
-# ---------------------------------------------------------------- pairs
+# ---------------------------------------------------------------- dpo.py: pairs
 
 
 def test_prompt_and_answers_are_encoded_apart_and_a_finished_answer_ends_in_one_eos(tiny):
@@ -1599,25 +1644,22 @@ def test_a_pairs_log_probs_are_those_of_its_answers_and_their_eos_alone_whatever
     encoded = dpo.encode_pairs(tokenizer, PAIRS, 256)
     got = dpo.all_log_probs(model, encoded, args)
     for i, pair in enumerate(encoded):
-        for row, name in enumerate(("chosen", "rejected")):
+        for which, name in enumerate(("chosen", "rejected")):
             ids = torch.tensor([pair["prompt"] + pair[name]])
             with torch.no_grad():
                 log_probs = (model(input_ids=ids).logits / temperature).log_softmax(-1)  # t predicts token t + 1
             answer = range(len(pair["prompt"]), ids.shape[1])
             values = torch.tensor([log_probs[0, t - 1, ids[0, t]] for t in answer])
             expected = values.mean() if loss_type == "ipo" else values.sum()
-            assert got[row, i].item() == pytest.approx(expected.item(), abs=1e-4), f"pair {i}, {name}"
+            assert got[which, i].item() == pytest.approx(expected.item(), abs=1e-4), f"pair {i}, {name}"
 
 
 def test_chosen_and_rejected_go_through_the_model_in_one_batch(tiny):
-    rows = []
-    hook = tiny[0].register_forward_pre_hook(
-        lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    for size in (6, 1):
-        list(dpo.pair_log_probs(tiny[0], dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(micro_batch_size=size)))
-    hook.remove()
-    assert rows == [6, 4] + [2] * 5, "3 pairs are 6 sequences, of 5 pairs the last 2 remain; a pair is never torn apart"
+    pairs = dpo.encode_pairs(tiny[1], PAIRS, 256)
+    with batch_sizes(tiny[0]) as sizes:
+        for size in (6, 1):
+            list(dpo.pair_log_probs(tiny[0], pairs, dpo_options(micro_batch_size=size)))
+    assert sizes == [6, 4] + [2] * 5, "3 pairs are 6 sequences, of 5 pairs 2 remain; a pair is never torn apart"
 
 
 def test_a_cut_off_answer_gains_no_eos_in_the_file_of_pairs_and_a_finished_one_has_exactly_one(
@@ -1628,8 +1670,8 @@ def test_a_cut_off_answer_gains_no_eos_in_the_file_of_pairs_and_a_finished_one_h
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     T = max(map(len, ids)) + 1
     for cut_off in (0, 1):
-        answers = [row + [2] * (i != cut_off) for i, row in enumerate(ids)]
-        answers = torch.tensor([row + [0] * (T - len(row)) for row in answers])
+        answers = [answer + [2] * (i != cut_off) for i, answer in enumerate(ids)]
+        answers = torch.tensor([answer + [0] * (T - len(answer)) for answer in answers])
         monkeypatch.setattr(dpo, "complete", lambda *_, answers=answers: (answers, None, torch.ones(2, T), texts, None))
         made = dpo.make_pairs(None, tokenizer, ["A bear"], SimpleNamespace(num_generations=2, pairs_per_prompt=1))
         (tmp_path / "pairs.jsonl").write_text(json.dumps(made[0]))
@@ -1651,16 +1693,16 @@ def test_a_pair_is_the_happiest_and_the_gloomiest_answer_and_a_tie_makes_none(mo
     assert len(dpo.make_pairs(None, tokenizer, [known, "A cat"], two)) == 1, "held out are best and worst alone"
 
 
-@pytest.mark.parametrize("script", [dpo, reward_model])
-def test_no_prompt_is_both_trained_on_and_held_out(script):
+def test_no_prompt_is_both_trained_on_and_held_out():
     own = [{"prompt": f"p{i % 25}"} for i in range(50)]
-    made = [{"prompt": prompt} for prompt in script.PROMPTS + script.HELD_OUT_PROMPTS]
+    made = [{"prompt": prompt} for prompt in dpo.PROMPTS + dpo.HELD_OUT_PROMPTS]
     for pairs in (own, made, own[:4], made[-16:]):  # the last: of HELD_OUT_PROMPTS alone
-        trained, held_out = ({pair["prompt"] for pair in part} for part in script.split_pairs(pairs))
-        assert not trained & held_out and len(trained | held_out) == len({pair["prompt"] for pair in pairs})
+        trained, held_out = ({pair["prompt"] for pair in part} for part in dpo.split_pairs(pairs))
+        assert not trained & held_out, "each prompt is on one side"
+        assert len(trained | held_out) == len({pair["prompt"] for pair in pairs}), "and none is lost"
         assert len(held_out) >= 2 and trained, "a standard error takes two held-out pairs"
-    assert script.split_pairs(made)[1] == [{"prompt": prompt} for prompt in script.HELD_OUT_PROMPTS]
-    assert script.split_pairs(own[:3]) == (own[:3], []), "of three pairs none can be spared"
+    assert dpo.split_pairs(made)[1] == [{"prompt": prompt} for prompt in dpo.HELD_OUT_PROMPTS]
+    assert dpo.split_pairs(own[:3]) == (own[:3], []), "of three pairs none can be spared"
 
 
 def test_a_data_file_may_have_a_bom_crlf_blank_lines_and_line_separators_inside_a_text(tmp_path):
@@ -1685,13 +1727,11 @@ def test_a_data_file_may_have_a_bom_crlf_blank_lines_and_line_separators_inside_
 def test_a_bad_line_of_a_data_file_is_named_with_its_number_and_what_is_wrong(tmp_path, capsys, line, said):
     path = tmp_path / "pairs.jsonl"
     path.write_bytes(b"\n" + json.dumps(PAIRS[0]).encode() + b"\n" + line + b"\n")
-    with pytest.raises(SystemExit) as stopped:
-        dpo.main(["--model", "tiny_llama", "--data", str(path), "--out", str(tmp_path / "out")])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and "line 3" in error and said in error and len(error.splitlines()) == 1
+    error = refused(capsys, dpo, "--model", "tiny_llama", "--data", str(path), "--out", str(tmp_path / "out"))
+    assert "line 3" in error and said in error
 
 
-# ---------------------------------------------------------------- training
+# ---------------------------------------------------------------- dpo.py: training
 
 
 def test_the_first_step_of_training_starts_at_ln_2_with_a_gradient(tiny):
@@ -1763,7 +1803,7 @@ def test_any_split_into_micro_batches_has_the_gradient_of_the_batch_in_every_los
     assert record["grad_norm"].item() == pytest.approx(grad.norm().item(), rel=1e-4)
 
 
-def test_two_steps_are_two_steps_of_gradient_descent(monkeypatch):
+def test_two_steps_of_dpo_are_two_steps_of_gradient_descent(monkeypatch):
     # A second step from where the first one led, with a gradient of its own: nothing of the first is left in it.
     plain_sgd(monkeypatch)
     monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
@@ -1803,31 +1843,36 @@ def test_held_out_pairs_are_judged_against_the_reference(tiny, adapted):
     assert got["rewards/margins"]["mean"] != 0, "the adapter is off zero, so the policy is not the reference"
 
 
-def test_the_reference_is_run_once_before_training_and_kept(tiny, adapted, monkeypatch):
-    switched_off = []
-    disable = adapted.disable_adapter
-    monkeypatch.setattr(adapted, "disable_adapter", lambda: switched_off.append(1) or disable())
-    pairs = dpo.encode_pairs(tiny[1], PAIRS, 256)
-    with disable():
-        expected = dpo.all_log_probs(adapted, pairs, dpo_options())
-    seen, loss = [], dpo.dpo_loss
+def test_the_reference_is_run_once_before_training_and_kept(monkeypatch):
+    model, switched_off, seen, loss = Table(), [], [], dpo.dpo_loss
+    disable = model.disable_adapter
+    monkeypatch.setattr(model, "disable_adapter", lambda: switched_off.append(1) or disable())
+    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
     monkeypatch.setattr(dpo, "dpo_loss", lambda *a, **k: seen.append(torch.stack(a[2:]).sort().values) or loss(*a, **k))
-    assert len(list(dpo.train(adapted, pairs, dpo_options(steps=3)))) == 3
+    assert len(list(dpo.train(model, range(5), dpo_options(steps=3)))) == 3
     assert len(switched_off) == 1, "one reference pass, none in the loop"
-    assert all(torch.allclose(ref, expected.sort().values, atol=1e-4) for ref in seen), "the reference moved"
+    expected = torch.tensor(TRL_BATCH[2:]).sort().values
+    assert seen and all(torch.equal(ref, expected) for ref in seen), "the reference moved"
 
 
-def test_training_lowers_the_loss_and_each_pair_has_its_turn_before_any_comes_again(tiny, adapted, monkeypatch):
-    pairs, batches = dpo.encode_pairs(tiny[1], PAIRS, 256), []
-    log_probs = dpo.pair_log_probs
-    monkeypatch.setattr(dpo, "pair_log_probs", lambda m, p, a: batches.append(p) or log_probs(m, p, a))
-    records = list(dpo.train(adapted, pairs, dpo_options(steps=10, prompts_per_step=2, learning_rate=1e-3)))
-    order = [pairs.index(pair) for batch in batches[1:] for pair in batch]  # the first is the reference's pass
+def test_training_lowers_the_loss_and_each_pair_has_its_turn_before_any_comes_again(monkeypatch):
+    # The five losses start at 0.53 to 0.78. Three turns in steps of 1 or more widen each margin by 6, x = 0.1 h by 0.6:
+    # before its fourth turn no pair costs more than 0.51.
+    model, batches = Table(), []
+
+    def log_probs(model, pairs, args):
+        batches.append(pairs)
+        return model.log_probs(pairs, args)
+
+    monkeypatch.setattr(dpo, "pair_log_probs", log_probs)
+    records = list(dpo.train(model, range(5), dpo_options(steps=10, prompts_per_step=2, learning_rate=1.0)))
+    order = [pair for batch in batches[1:] for pair in batch]  # the first is the reference's pass
     assert all(sorted(order[i : i + 5]) == list(range(5)) for i in range(0, 20, 5)), "not every pair had its turn"
-    assert sum(r["loss"] for r in records[-2:]) < sum(r["loss"] for r in records[:2])
+    last, first = (sum(record["loss"] for record in part) for part in (records[-2:], records[:2]))
+    assert last < first, "the last two batches cost less than the first two"
 
 
-def test_a_loss_that_is_not_finite_stops_training_and_names_the_step(tiny, adapted, monkeypatch):
+def test_a_loss_of_dpo_that_is_not_finite_stops_training_and_names_the_step(tiny, adapted, monkeypatch):
     steps = dpo.train(adapted, dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(steps=3))
     assert next(steps)["step"] == 1
     real = dpo.dpo_loss
@@ -1851,11 +1896,8 @@ def test_a_loss_that_is_not_finite_stops_training_and_names_the_step(tiny, adapt
         (["--data", "a.jsonl", "--prompts", "b.txt"], "--prompts"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_sentence_and_exit_status_2(tmp_path, capsys, argv, said):
-    with pytest.raises(SystemExit) as stopped:
-        dpo.main(["--model", "tiny_llama", "--out", str(tmp_path / "out"), *argv])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1, error
+def test_bad_options_of_dpo_end_in_one_sentence_before_any_training(tmp_path, capsys, argv, said):
+    assert said in refused(capsys, dpo, "--model", "tiny_llama", "--out", str(tmp_path / "out"), *argv)
 
 
 def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_path, capsys, monkeypatch):
@@ -1863,14 +1905,14 @@ def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_
     path = tmp_path / "pairs.jsonl"
     long = {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
     path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS + [long]), encoding="utf-8")
-    few = ["--steps", "2", "--prompts-per-step", "2", "--max-completion-length", "8", "--reference-free"]
+    few = ["--steps", "1", "--prompts-per-step", "2", "--max-completion-length", "8", "--reference-free"]
     summary = dpo.main(["--model", "tiny_llama", "--data", str(path), *few, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert "3 pairs to train on, 2 held out; 1 left out" in printed
     for name, who in (("logps/chosen", "the chosen answers"), ("logps/rejected", "the rejected ones")):  # B16
         change = summary[f"{name}_after"]["mean"] - summary[f"{name}_before"]["mean"]
         assert f"{who} {'rose' if change > 0 else 'fell'} by {abs(change):.3f}" in printed and change != 0
-    assert summary["steps"] == 2 and summary["rewards/accuracies_after"]["n"] == 2
+    assert summary["steps"] == 1 and summary["rewards/accuracies_after"]["n"] == 2
     assert dpo.read_pairs(tmp_path / "out" / "pairs.jsonl") == PAIRS + [long]
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
@@ -1878,8 +1920,9 @@ def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_
 def test_a_run_on_the_pairs_that_a_run_has_made_is_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setattr(dpo, "HELD_OUT_PROMPTS", dpo.HELD_OUT_PROMPTS[:2])  # to be quick
     monkeypatch.setattr(dpo, "evaluate", lambda *args: ({}, []))
-    few = ["--steps", "2", "--prompts-per-step", "4", "--pairs", "12", "--num-generations", "4", "--seed", "5"]
-    few += ["--model", "tiny_llama", "--device", "cpu", "--max-completion-length", "10"]
+    monkeypatch.setattr(dpo, "happiness", len)  # short answers would tie
+    few = ["--steps", "2", "--prompts-per-step", "2", "--pairs", "4", "--num-generations", "3", "--seed", "5"]
+    few += ["--model", "tiny_llama", "--device", "cpu", "--max-completion-length", "4"]
     made = dpo.main([*few, "--out", str(tmp_path / "made")])
     files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
     read = dpo.main([*few, "--data", str(tmp_path / "made" / "pairs.jsonl"), "--out", str(tmp_path / "made")])
@@ -1892,21 +1935,12 @@ def test_a_run_on_the_pairs_that_a_run_has_made_is_the_same_run(tmp_path, monkey
 # ================================================================ reward_model.py
 
 
-def close(value, expected, why, tolerance=1e-6):
-    value, expected = torch.as_tensor(value, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{why}\n{text}")
-
-
-def float64(*values):
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
-
-
 def group_of(rows, pairs):
     """A group of ranked answers, as ranked_answers makes them."""
     return {"prompt": "One day", "rows": rows, "pairs": pairs, "weight": 1 / math.comb(len(rows), 2)}
 
 
-# ---------------------------------------------------------------- ranked_pairs
+# ---------------------------------------------------------------- reward_model.py: ranked_pairs
 
 
 @pytest.mark.parametrize("K, count", [(2, 1), (3, 3), (4, 6), (9, 36)])
@@ -1921,7 +1955,7 @@ def test_B5_the_better_answer_stands_first_and_ties_are_left_out():
     assert reward_model.ranked_pairs([0.0, 0.0]) == [], "nothing to learn where all answers tie"
 
 
-# ---------------------------------------------------------------- reward_loss
+# ---------------------------------------------------------------- reward_model.py: reward_loss
 
 
 @pytest.mark.parametrize("gap, expected", [(0.0, 0.693147), (1.0, 0.313262), (-1.0, 1.313262)])
@@ -1941,7 +1975,7 @@ def test_B5_K_2_is_bradley_terry():
     close(loss, -s.softmax(0)[0].log(), "K = 2 is Bradley-Terry", 1e-12)
 
 
-def test_B5_three_answers_by_hand():
+def test_B5_the_loss_of_three_answers_is_the_mean_over_their_three_pairs():
     # scores 2, 1, 0, ranked in this order: gaps 1, 1, 2 -> (0.313262 x 2 + 0.126928) / 3
     scores = float64(2, 1, 0)
     better, worse, weights = reward_model.pair_rows([group_of([0] * 3, [(0, 1), (1, 2), (0, 2)])], "cpu")
@@ -2012,14 +2046,14 @@ def test_a_pair_of_weight_0_has_no_influence_and_no_pairs_give_0():
     assert reward_model.reward_loss(empty, empty)[0] == 0, "no pairs: 0, never NaN"
 
 
-def test_the_gradient_is_the_derivative_of_the_value():
+def test_the_gradient_of_reward_loss_is_the_numerical_one():
     torch.manual_seed(0)
     inputs = [torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     weights = torch.rand(5, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda c, r: reward_model.reward_loss(c, r, 0.3, weights)[0], inputs)
 
 
-# ---------------------------------------------------------------- last_token_scores
+# ---------------------------------------------------------------- reward_model.py: last_token_scores
 
 
 def test_B4_B6_the_score_is_read_at_the_last_real_token_wherever_the_padding_is():
@@ -2041,33 +2075,39 @@ def test_scores_of_padding_have_no_influence_and_an_empty_row_scores_0():
         close(scores.grad, [[0, 1, 0], [0, 0, 0]], f"{bad} under mask 0: gradient")
 
 
-# ---------------------------------------------------------------- with a model
+# ---------------------------------------------------------------- reward_model.py: with a model
+
+
+def make_reward_model(args):
+    """(model, tokenizer): what reward_model.py trains, with a random head and an adapter that is off zero."""
+    model, tokenizer = reward_model.load(args)
+    torch.manual_seed(1)
+    model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
+    config = LoraConfig(r=8, lora_alpha=32, target_modules=args.lora_targets, task_type="SEQ_CLS")
+    model = get_peft_model(model, config).eval()
+    off_zero(model, std=0.05)
+    return model, tokenizer
 
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
-    """(args, model, tokenizer) with a random head and adapters that are not 0."""
-    args = reward_model.parse_args(
-        ["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path_factory.mktemp("x") / "x")]
-    )
-    model, tokenizer = reward_model.load(args)
-    model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
-    model = get_peft_model(model, LoraConfig(r=8, target_modules=args.lora_targets, task_type="SEQ_CLS")).eval()
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.05)
-    return args, model, tokenizer
+    """(args, model, tokenizer) of a reward model with random weights."""
+    out = str(tmp_path_factory.mktemp("x") / "x")
+    args = reward_model.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", out])
+    return args, *make_reward_model(args)
 
 
 def rows_of(tokenizer, count=8):
+    """The ids of a few texts of different length, every second one ending in its EOS."""
     texts = [prompt + " was happy." * (i % 3) for i, prompt in enumerate(reward_model.PROMPTS[:count])]
-    ids = tokenizer(texts, add_special_tokens=False).input_ids
-    return [torch.tensor(row + [tokenizer.eos_token_id] * (i % 2)) for i, row in enumerate(ids)]
+    texts = tokenizer(texts, add_special_tokens=False).input_ids
+    return [torch.tensor(ids + [tokenizer.eos_token_id] * (i % 2)) for i, ids in enumerate(texts)]
 
 
-def padded(rows, pad, side):
+def pad_to_one_side(rows, pad, side):
+    """(ids, mask) of a batch, three columns wider than its longest row."""
     width = max(map(len, rows)) + 3
-    fill = [torch.full((width - len(row),), pad) for row in rows]
+    fill = [torch.full((width - len(ids),), pad) for ids in rows]
     join = [(f, r) if side == "left" else (r, f) for r, f in zip(rows, fill, strict=True)]
     mask = [(torch.zeros_like(f), torch.ones_like(r)) for r, f in zip(rows, fill, strict=True)]
     mask = mask if side == "left" else [pair[::-1] for pair in mask]
@@ -2078,13 +2118,13 @@ def padded(rows, pad, side):
 def test_B6_a_batch_scores_like_one_by_one_padded_left_or_right_also_where_pad_is_eos(scorer):
     _, model, tokenizer = scorer
     rows, head = rows_of(tokenizer), model.get_base_model().score
-    alone = torch.cat([reward_model.answer_scores(model, [row], 0) for row in rows])
+    alone = torch.cat([reward_model.answer_scores(model, [ids], 0) for ids in rows])
     assert alone.std() > 1e-3, "the texts differ, so must the scores"
     for pad in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         close(reward_model.answer_scores(model, rows, pad), alone, "a batch scores like its rows alone", 1e-4)
     for pad in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         for side in ("left", "right"):
-            ids, mask = padded(rows, pad, side)
+            ids, mask = pad_to_one_side(rows, pad, side)
             scores = reward_model.token_scores(model, head, ids, mask)
             close(reward_model.last_token_scores(scores, mask), alone, f"pad {pad} on the {side} changes nothing", 1e-4)
 
@@ -2100,17 +2140,16 @@ def test_the_positions_of_scores_are_counted_from_the_first_real_token():
 
 def test_B7_both_batchings_have_the_same_gradient_on_the_same_prompts(scorer):
     # mixed: mean over all prompts. by-prompt: one prompt after the other; the mean of these gradients is the same.
-    args, model, tokenizer = scorer
+    _, model, tokenizer = scorer
     rows = rows_of(tokenizer, 12)
     groups = [group_of(rows[i : i + 4], reward_model.ranked_pairs([0, 2, 1, 3])) for i in (0, 4, 8)]
-    trained = [p for p in model.parameters() if p.requires_grad]
 
     def gradient(batches, micro_batch_size=16):
-        model.zero_grad()
         for batch in batches:
-            options = Namespace(device=args.device, micro_batch_size=micro_batch_size)
-            scores = reward_model.backward(model, tokenizer, batch, options)
-        return torch.cat([p.grad.flatten() for p in trained]), scores
+            scores = reward_model.backward(model, tokenizer, batch, settings(micro_batch_size=micro_batch_size))
+        flat = torch.cat([p.grad.flatten() for p in trained_parameters(model)])
+        model.zero_grad()
+        return flat, scores
 
     mixed, scores = gradient([groups])
     assert scores.shape == (12,), "one score an answer: 12 passes for 18 pairs, not 36"
@@ -2119,64 +2158,35 @@ def test_B7_both_batchings_have_the_same_gradient_on_the_same_prompts(scorer):
 
 
 def test_an_answer_is_encoded_once_not_once_a_pair_and_a_micro_batch_is_made_of_whole_groups(scorer):
-    args, model, tokenizer = scorer
-    groups, seen = [group_of(rows_of(tokenizer, 4), reward_model.ranked_pairs([0, 1, 2, 3])) for _ in range(3)], []
-    hook = model.get_base_model().base_model.register_forward_pre_hook(
-        lambda module, positional, keywords: seen.append(len(keywords["input_ids"])), with_kwargs=True
-    )
-    for size in (8, 1):
-        reward_model.backward(model, tokenizer, groups, Namespace(device=args.device, micro_batch_size=size))
-    hook.remove()
+    _, model, tokenizer = scorer
+    groups = [group_of(rows_of(tokenizer, 4), reward_model.ranked_pairs([0, 1, 2, 3])) for _ in range(3)]
+    with batch_sizes(model.get_base_model().base_model) as sizes:
+        for size in (8, 1):
+            reward_model.backward(model, tokenizer, groups, settings(micro_batch_size=size))
     model.zero_grad()
-    assert seen == [8, 4] + [4, 4, 4], "6 pairs of 4 answers take 4 passes; 2 groups and 1, or else one by one"
+    assert sizes == [8, 4] + [4, 4, 4], "6 pairs of 4 answers take 4 passes; 2 groups and 1, or else one by one"
 
 
-# ---------------------------------------------------------------- --data
+# ---------------------------------------------------------------- reward_model.py: --data
 
 
 def write(path, text):
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    """The path of a new file with this text."""
+    path.write_text(text, encoding="utf-8")
     return path
 
 
 LINE = '{"prompt": "a", "chosen": " b", "rejected": " c"}'
 
 
-def test_a_file_with_bom_crlf_blank_lines_and_line_separators_is_read(tmp_path, capsys):
-    separator = '{"prompt": "x\u2028y", "chosen": " b", "rejected": " c", "more": 1}'
-    rows = reward_model.read_pairs(write(tmp_path / "f", f"\ufeff{LINE}\r\n\r\n  \n{separator}"))
-    assert [row["prompt"] for row in rows] == ["a", "x\u2028y"], "U+2028 stands inside a text, it ends no line"
-    assert capsys.readouterr().out == ""
-
-
 def test_identical_and_blank_answers_are_skipped_and_counted(tmp_path, capsys):
     same, blank = LINE.replace(" c", " b"), LINE.replace(" c", "")
     pairs = reward_model.read_pairs(write(tmp_path / "f", "\n".join([LINE, same, blank])))
-    assert len(pairs) == 3 and len(reward_model.drop_ties(pairs)) == 1
+    assert len(pairs) == 3 and reward_model.drop_ties(pairs) == pairs[:1]
     assert "2 pairs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "text, why",
-    [
-        (f"{LINE}\n{{oops}}", "line 2: it must be a JSON object"),
-        (f"{LINE}\n[1]", "line 2: it must be a JSON object"),
-        (
-            f'{LINE}\n\n{{"prompt": "a", "chosen": " b"}}',
-            "line 3: it must be a JSON object with the texts 'prompt', 'chosen' and 'rejected': KeyError: 'rejected'",
-        ),
-        (LINE.replace('" b"', "[1]"), "'list' object has no attribute 'encode'"),
-        (LINE.replace('"a"', '" "'), "the prompt is blank"),
-        ("", "no pairs"),
-        (LINE.replace(" c", " b"), "no pair is left"),
-        (b"\xff\xfe", "utf-8"),
-    ],
-)
-def test_a_bad_line_is_named_with_its_number_and_what_is_wrong(tmp_path, capsys, text, why):
-    with pytest.raises(SystemExit) as end:
-        reward_model.drop_ties(reward_model.read_pairs(write(tmp_path / "f", text)))
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and why in error and error.count("\n") == 1, "one sentence, exit status 2"
+    with pytest.raises(SystemExit):
+        reward_model.drop_ties(pairs[1:])
+    assert "no pair is left" in capsys.readouterr().err
 
 
 def test_a_pair_of_a_file_is_a_ranking_of_two_answers(scorer):
@@ -2184,9 +2194,9 @@ def test_a_pair_of_a_file_is_a_ranking_of_two_answers(scorer):
     pairs = [{"prompt": "One", "chosen": " good day.", "rejected": rejected} for rejected in (" bad day.", " day.")]
     groups = reward_model.group_pairs(pairs, tokenizer, 256, args)
     assert [len(group["rows"]) for group in groups] == [2, 2]
-    for row in (row for group in groups for row in group["rows"]):
-        assert row[-1] == tokenizer.eos_token_id, "a finished answer ends in its EOS"
-        assert tokenizer.eos_token_id not in row[:-1], "and has no EOS inside (A2)"
+    for ids in (ids for group in groups for ids in group["rows"]):
+        assert ids[-1] == tokenizer.eos_token_id, "a finished answer ends in its EOS"
+        assert tokenizer.eos_token_id not in ids[:-1], "and has no EOS inside (A2)"
     better, worse, weights = reward_model.pair_rows(groups, "cpu")
     assert better.tolist() == [0, 2] and worse.tolist() == [1, 3]
     close(weights, [1, 1], "every line counts the same")
@@ -2195,14 +2205,14 @@ def test_a_pair_of_a_file_is_a_ranking_of_two_answers(scorer):
 def test_a_cut_off_answer_gains_no_eos_in_pairs_jsonl_and_a_finished_one_has_exactly_one(scorer, tmp_path):
     args, _, tokenizer = scorer
     answers = [" was happy.", " was sad and"]
-    prompt, *ids = tokenizer(["A bear", *answers], add_special_tokens=False).input_ids
+    prompt, *encoded = tokenizer(["A bear", *answers], add_special_tokens=False).input_ids
     for cut_off in (0, 1):
-        rows = [torch.tensor(prompt + row + [2] * (i != cut_off)) for i, row in enumerate(ids)]
+        rows = [torch.tensor(prompt + ids + [2] * (i != cut_off)) for i, ids in enumerate(encoded)]
         line = reward_model.text_pair({"prompt": "A bear", "answers": answers, "rows": rows}, 0, 1, 2)
         pairs = reward_model.read_pairs(write(tmp_path / "pairs.jsonl", json.dumps(line)))
         assert (pairs[0]["chosen"], pairs[0]["rejected"]) == (" was happy.", " was sad and")
         (group,) = reward_model.group_pairs(pairs, tokenizer, 256, args)
-        assert [row.tolist() for row in group["rows"]] == [row.tolist() for row in rows], f"{cut_off} was cut off"
+        assert [ids.tolist() for ids in group["rows"]] == [ids.tolist() for ids in rows], f"{cut_off} was cut off"
         assert group["pairs"] == [(0, 1)]
 
 
@@ -2212,16 +2222,16 @@ def test_too_long_a_prompt_loses_its_left_end_and_too_long_an_answer_its_row(sco
     pair = {"prompt": "Once" + " more and" * context, "chosen": " good day.", "rejected": " bad."}
     (group,) = reward_model.group_pairs([pair, pair | {"chosen": pair["prompt"]}], tokenizer, context, args)
     assert max(map(len, group["rows"])) == context, "as much of the prompt as there is room for"
-    chosen, rejected = (tokenizer(pair[x], add_special_tokens=False).input_ids for x in ("chosen", "rejected"))
-    heads = [row[: -len(ids) - 1].tolist() for row, ids in zip(group["rows"], (chosen, rejected), strict=True)]
-    assert heads[0] == heads[1], "the same cut for both answers of a pair"
+    prompt, *answers = tokenizer(list(pair.values()), add_special_tokens=False).input_ids
+    heads = [ids[: -len(answer) - 1].tolist() for ids, answer in zip(group["rows"], answers, strict=True)]
+    assert heads[0] == heads[1] == prompt[-len(heads[0]) :], "the same cut for both answers, on the left"
 
 
-# ---------------------------------------------------------------- the script
+# ---------------------------------------------------------------- reward_model.py: the script
 
 
 @pytest.mark.parametrize(
-    "arguments, why",
+    "argv, why",
     [
         (["--num-generations", "1"], "2 to 9"),
         (["--num-generations", "10"], "2 to 9"),
@@ -2230,19 +2240,17 @@ def test_too_long_a_prompt_loses_its_left_end_and_too_long_an_answer_its_row(sco
         (["--batching", "both"], "invalid choice"),
     ],
 )
-def test_bad_options_end_in_one_sentence_before_any_training(tmp_path, capsys, arguments, why):
-    with pytest.raises(SystemExit) as end:
-        reward_model.main(["--model", "tiny_llama", "--out", str(tmp_path / "out"), *arguments])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and why in error and error.count("\n") == 1
+def test_bad_options_of_the_reward_model_end_in_one_sentence_before_any_training(tmp_path, capsys, argv, why):
+    assert why in refused(capsys, reward_model, "--model", "tiny_llama", "--out", str(tmp_path / "out"), *argv)
 
 
 def test_a_run_on_a_file_inside_its_own_folder_keeps_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_model, "HELD_OUT_PROMPTS", reward_model.HELD_OUT_PROMPTS[:2])
-    few = ["--model", "tiny_llama", "--device", "cpu", "--steps", "1", "--max-completion-length", "8"]
+    monkeypatch.setattr(reward_model, "HELD_OUT_PROMPTS", reward_model.HELD_OUT_PROMPTS[:1])  # to be quick
+    few = ["--model", "tiny_llama", "--device", "cpu", "--steps", "1", "--max-completion-length", "2"]
+    few += ["--prompts-per-step", "2"]
     (tmp_path / "rm").mkdir()
     (tmp_path / "rm" / "summary.json").write_text("{}")
-    lines = [{"prompt": f"Day {i}", "chosen": " was happy.", "rejected": " cried", "more": i} for i in range(12)]
+    lines = [{"prompt": f"Day {i}", "chosen": " was happy.", "rejected": " cried", "more": i} for i in range(4)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     data = write(tmp_path / "rm" / "pairs.jsonl", text)
     reward_model.main([*few, "--data", str(data), "--out", str(tmp_path / "rm")])
@@ -2254,11 +2262,10 @@ def test_a_run_on_a_file_inside_its_own_folder_keeps_the_file(tmp_path, monkeypa
 def test_best_of_8_goes_by_the_scores_alone_also_where_they_tie(scorer, monkeypatch):
     args, model, tokenizer = scorer
     rows = rows_of(tokenizer, 8)
-    rated = [[0.0, 1.0] * 4, [0.5] + [-1.0] * 6 + [1.0]]
-    eights = [
-        group_of(rows, reward_model.ranked_pairs(happiness)) | {"happiness": happiness, "answers": list("abcdefgh")}
-        for happiness in rated
-    ]
+    eights = []
+    for happiness in ([0.0, 1.0] * 4, [0.5] + [-1.0] * 6 + [1.0]):
+        more = {"happiness": happiness, "answers": list("abcdefgh")}
+        eights.append(group_of(rows, reward_model.ranked_pairs(happiness)) | more)
     scores = torch.zeros(8)
     monkeypatch.setattr(reward_model, "answer_scores", lambda *_: scores)
     estimates, _ = reward_model.evaluate_scores(model, tokenizer, eights, eights, args)
@@ -2266,7 +2273,8 @@ def test_best_of_8_goes_by_the_scores_alone_also_where_they_tie(scorer, monkeypa
     close(estimates["happiness"]["mean"], (0.5 - 4.5 / 8) / 2, "the mean of all answers")
     close(estimates["best_of_8_by_rater"]["mean"], 1.0, "the happiest answer of each set")
     close(estimates["accuracy"]["mean"], 0.0, "a tie is not the right order")
-    assert [estimates[name]["n"] for name in ("best_of_8", "happiness", "accuracy")] == [2, 16, 2]
+    counts = [estimates[name]["n"] for name in ("best_of_8", "happiness", "accuracy")]
+    assert counts == [2, 16, 2], "2 sets, 16 answers, 2 rankings"
     scores = torch.arange(8.0)  # the last is the best: the odd ones are above the even ones in 10 of 16 pairs;
     estimates, shown = reward_model.evaluate_scores(model, tokenizer, eights, eights, args)  # in the other set 7 of 13
     close(estimates["best_of_8"]["mean"], 1.0, "the answer with the highest score")
@@ -2305,21 +2313,21 @@ def test_the_answers_come_from_the_model_without_its_adapter_and_the_rater_ranks
     assert [sorted(group["pairs"]) for group in groups] == [[(1, 0), (2, 0), (2, 1)], [(0, 2), (1, 2)]]
     assert [group["weight"] for group in groups] == [1 / 3, 1 / 3], "1 / C(3, 2), also where two of them tie"
     assert [group["happiness"] for group in groups] == [[-1 / 3, 0, 1 / 3], [1 / 3, 1 / 3, 0]]
-    rows = [row.tolist() for group in groups for row in group["rows"]]
+    rows = [own.tolist() for group in groups for own in group["rows"]]
     assert rows == [[8, 50, 2], [8, 51, 61], [8, 52, 2], [7, 9, 53, 2], [7, 9, 54, 2], [7, 9, 2]], "no padding"
 
 
 def test_a_score_that_is_not_finite_stops_training_and_names_the_step(scorer, monkeypatch):
-    args, model, tokenizer = scorer
+    _, model, tokenizer = scorer
     group = group_of(rows_of(tokenizer, 2), [(0, 1)])
     monkeypatch.setattr(reward_model, "backward", lambda *_: torch.tensor([0.0, math.nan]))
-    settings = {"steps": 2, "prompts_per_step": 1, "batching": "mixed", "learning_rate": 0.5, "micro_batch_size": 4}
+    args = settings(steps=2, prompts_per_step=1, batching="mixed", learning_rate=0.5, micro_batch_size=4)
     with pytest.raises(FloatingPointError, match="step 1"):
-        next(reward_model.train(model, tokenizer, [group], Namespace(device=args.device, **settings)))
+        next(reward_model.train(model, tokenizer, [group], args))
 
 
-def test_each_group_of_answers_has_its_turn_before_any_comes_again(scorer, monkeypatch):
-    args, model, tokenizer = scorer
+def test_each_group_of_answers_of_the_reward_model_has_its_turn_before_any_comes_again(scorer, monkeypatch):
+    _, model, tokenizer = scorer
     groups, seen = [group_of(rows_of(tokenizer, 2), [(0, 1)]) | {"prompt": name} for name in "ABC"], []
 
     def backward(model, tokenizer, groups, args):
@@ -2327,30 +2335,28 @@ def test_each_group_of_answers_has_its_turn_before_any_comes_again(scorer, monke
         return torch.zeros(2 * len(groups))
 
     monkeypatch.setattr(reward_model, "backward", backward)
-    settings = {"steps": 3, "prompts_per_step": 2, "batching": "mixed", "learning_rate": 0.5, "micro_batch_size": 4}
+    args = settings(steps=3, prompts_per_step=2, batching="mixed", learning_rate=0.5, micro_batch_size=4)
     torch.manual_seed(0)
-    records = list(reward_model.train(model, tokenizer, groups, Namespace(device=args.device, **settings)))
+    records = list(reward_model.train(model, tokenizer, groups, args))
     assert sorted(seen[:3]) == sorted(seen[3:]) == list("ABC"), "3 steps of 2 groups are 2 turns of all 3"
     assert [record["samples"] for record in records] == [4, 8, 12]
 
 
 @pytest.mark.parametrize("batching", ["mixed", "by-prompt"])
 def test_a_step_of_the_reward_model_is_the_loss_written_out_pair_by_pair(scorer, monkeypatch, batching):
-    args, model, tokenizer = scorer
+    _, model, tokenizer = scorer
     rows = rows_of(tokenizer, 9)
-    ranks = ([2, 1, 0, 1], [0, 1], [1, 0, 0])  # 5 pairs and a tie, 1 pair, 2 pairs and a tie
-    groups = [
-        group_of(rows[first : first + len(rank)], reward_model.ranked_pairs(rank))
-        for first, rank in zip((0, 4, 6), ranks, strict=True)
-    ]
+    groups = []
+    for first, rank in ((0, [2, 1, 0, 1]), (4, [0, 1]), (6, [1, 0, 0])):  # 5 pairs and a tie, 1 pair, 2 pairs and a tie
+        groups.append(group_of(rows[first : first + len(rank)], reward_model.ranked_pairs(rank)))
     plain_sgd(monkeypatch)
-    settings = {"steps": 1, "prompts_per_step": 3, "batching": batching, "learning_rate": 0.5, "micro_batch_size": 8}
+    args = settings(steps=1, prompts_per_step=3, batching=batching, learning_rate=0.5, micro_batch_size=8)
     params = trained_parameters(model)
     start = [p.detach().clone() for p in params]
     torch.manual_seed(0)
     order = torch.randperm(3).tolist()
     torch.manual_seed(0)
-    (record,) = reward_model.train(model, tokenizer, groups, Namespace(device=args.device, **settings))
+    (record,) = reward_model.train(model, tokenizer, groups, args)
     learned = values_of(params)
     for p, value in zip(params, start, strict=True):
         p.data.copy_(value)
@@ -2359,7 +2365,7 @@ def test_a_step_of_the_reward_model_is_the_loss_written_out_pair_by_pair(scorer,
         """(sum of weighted losses, sum of the weights, pairs in the right order, sum of weighted gaps) of groups."""
         total = torch.zeros(4)
         for group in part:
-            hidden = [model.get_base_model().base_model(input_ids=row[None]).last_hidden_state for row in group["rows"]]
+            hidden = [model.get_base_model().base_model(input_ids=ids[None]).last_hidden_state for ids in group["rows"]]
             scores = torch.cat([model.get_base_model().score(h[0, -1]) for h in hidden])
             for better, worse in group["pairs"]:
                 gap, w = scores[better] - scores[worse], group["weight"]
@@ -2401,10 +2407,6 @@ def test_answers_that_all_tie_are_an_error(tmp_path, capsys, monkeypatch, held_o
 # ================================================================ ppo.py
 
 
-def rows64(*rows):
-    return torch.tensor(rows, dtype=torch.float64)
-
-
 def random_rows(B=6, T=9, seed=0, holes=False):
     """A random mask of rows of length 1 to T (with holes), and a function that makes random tensors of its shape."""
     torch.manual_seed(seed)
@@ -2418,7 +2420,7 @@ def spoiled(x, mask, bad):
     return torch.where(mask.bool(), x, torch.tensor(bad, dtype=x.dtype)).requires_grad_()
 
 
-# ---------------------------------------------------------------- token_rewards, spread
+# ---------------------------------------------------------------- ppo.py: token_rewards, spread
 
 
 def test_B4_the_score_of_an_answer_is_paid_at_its_last_token():
@@ -2427,11 +2429,9 @@ def test_B4_the_score_of_an_answer_is_paid_at_its_last_token():
     close(rewards, [[0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 3, 0]], "with EOS early, at the end, and after a hole")
 
 
-def test_B4_the_three_ways_to_spread_a_score():
-    scores, mask = (
-        rows64([1, 2, 6, math.nan], [4, math.nan, math.nan, math.nan]),
-        torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]),
-    )
+def test_B4_a_score_is_paid_at_the_last_token_at_every_one_or_as_their_mean():
+    nan, mask = math.nan, torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    scores = rows64([1, 2, 6, nan], [4, nan, nan, nan])
     close(ppo.spread(scores, mask, "last"), [6, 4], "last: the score of the whole answer")
     close(ppo.spread(scores, mask, "every"), [[1, 2, 6, 0], [4, 0, 0, 0]], "every: each token its own")
     close(ppo.spread(scores, mask, "mean"), [[3, 3, 3, 0], [4, 0, 0, 0]], "mean: (1 + 2 + 6) / 3 on each token")
@@ -2451,7 +2451,7 @@ def test_B8_the_kl_is_taken_from_the_reward_token_by_token_and_may_be_negative()
 
 def test_B8_the_mean_of_k1_under_the_policy_is_the_kl_and_never_negative():
     policy, ref = rows64([0.7, 0.2, 0.1]), rows64([0.2, 0.3, 0.5])
-    k1 = policy.log() - ref.log()
+    k1 = -ppo.token_rewards(torch.zeros(1), policy.log(), ref.log(), torch.ones(1, 3), kl_coef=1.0)
     assert (k1 < 0).any(), "a single sample can be below 0: the article's 'always above 1' is wrong"
     close((policy * k1).sum(), 0.634900, "0.7 ln 3.5 + 0.2 ln 2/3 + 0.1 ln 1/5 = 0.8769 - 0.0811 - 0.1609", 1e-4)
 
@@ -2462,13 +2462,14 @@ def test_rewards_under_mask_0_are_0_and_have_no_gradient(bad):
     x = [spoiled(make(), mask, bad) for _ in range(3)]
     rewards = ppo.token_rewards(*x, mask)
     rewards.sum().backward()
-    assert (rewards[mask == 0] == 0).all() and all((t.grad[mask == 0] == 0).all() for t in x)
+    assert (rewards[mask == 0] == 0).all(), f"{bad} under mask 0: value"
+    assert all((t.grad[mask == 0] == 0).all() for t in x), f"{bad} under mask 0: gradient"
 
 
-# ---------------------------------------------------------------- gae
+# ---------------------------------------------------------------- ppo.py: gae
 
 
-def test_B11_gae_by_hand():
+def test_B11_gae_carries_one_reward_at_the_end_back_to_every_token():
     rewards, values = rows64([0, 0, 1]), rows64([0.5, 0.5, 0.5])
     advantages, returns = ppo.gae(rewards, values, torch.ones(1, 3))
     # deltas 0, 0, 1 - 0.5; each step back is multiplied by 0.95: 0.5, 0.475, 0.45125
@@ -2495,13 +2496,13 @@ def test_B11_gae_is_a_plain_loop_over_the_real_tokens_whatever_stands_in_the_pad
     mask, make = random_rows(seed=1, holes=True)
     rewards, values = spoiled(make(), mask, bad), spoiled(make(), mask, bad)
     advantages, returns = ppo.gae(rewards, values, mask, gamma, lam)
-    for i, row in enumerate(mask.bool()):
-        r, v = rewards[i][row].tolist(), values[i][row].tolist() + [0.0]
+    for i, real in enumerate(mask.bool()):
+        r, v = rewards[i][real].tolist(), values[i][real].tolist() + [0.0]
         expected, advantage = [], 0.0
         for t in reversed(range(len(r))):
             advantage = r[t] + gamma * v[t + 1] - v[t] + gamma * lam * advantage
             expected.insert(0, advantage)
-        close(advantages[i][row], expected, "GAE, eq. 16", 1e-12)
+        close(advantages[i][real], expected, "GAE, eq. 16", 1e-12)
     assert (advantages[mask == 0] == 0).all() and (returns[mask == 0] == 0).all(), "0 where the mask is 0"
     (advantages + returns).sum().backward()
     for x in (rewards, values):
@@ -2530,15 +2531,12 @@ def test_B11_gae_and_whitening_agree_with_easyr1():
           "whitened advantages", 1e-7)  # fmt: skip
 
 
-# ---------------------------------------------------------------- whiten
+# ---------------------------------------------------------------- ppo.py: whiten
 
 
 def test_B12_whitening_gives_mean_0_and_sample_variance_1_over_the_real_tokens():
-    close(
-        ppo.whiten(rows64([1, math.nan, 2, 3]), torch.tensor([[1, 0, 1, 1]])),
-        [[-1, 0, 0, 1]],
-        "variance (1 + 0 + 1) / 2",
-    )
+    white = ppo.whiten(rows64([1, math.nan, 2, 3]), torch.tensor([[1, 0, 1, 1]]))
+    close(white, [[-1, 0, 0, 1]], "variance (1 + 0 + 1) / 2")
     # variance 2e-8: 1e-4 / sqrt(2e-8 + 1e-8) = 0.577350
     close(ppo.whiten(rows64([-1e-4, 1e-4]), torch.ones(1, 2)), [[-0.577350, 0.577350]], "+ 1e-8 inside the root")
     for bad in (math.nan, math.inf, 1e4):
@@ -2560,7 +2558,7 @@ def test_whitening_one_token_none_or_equal_ones_gives_exactly_0(x, mask):
     assert (white == 0).all() and (x.grad == 0).all(), "nothing to compare: 0, not NaN and not a rounding error"
 
 
-# ---------------------------------------------------------------- policy_loss
+# ---------------------------------------------------------------- ppo.py: policy_loss
 
 
 # ratio, advantage, loss, d loss / d log_prob = -advantage * ratio unless the clip took it away, metric that counts it
@@ -2576,8 +2574,9 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("ratio, advantage, loss_is, gradient, metric", CELLS)
-def test_B9_the_cells_of_the_clip_and_the_dual_clip(ratio, advantage, loss_is, gradient, metric):
+@pytest.mark.parametrize("cell", CELLS)
+def test_B9_a_token_that_went_far_enough_has_no_gradient_and_a_bad_one_costs_at_most_clip_dual(cell):
+    ratio, advantage, loss_is, gradient, metric = cell
     log_probs = rows64([math.log(ratio)]).requires_grad_()
     loss, metrics = ppo.policy_loss(log_probs, rows64([0]), rows64([advantage]), torch.ones(1, 1))
     loss.backward()
@@ -2591,9 +2590,8 @@ def test_B9_the_cells_of_the_clip_and_the_dual_clip(ratio, advantage, loss_is, g
 
 def test_B9_clip_low_and_clip_high_are_set_apart():
     def loss(ratio, advantage, **options):
-        return ppo.policy_loss(
-            rows64([math.log(ratio)]), rows64([0]), rows64([advantage]), torch.ones(1, 1), **options
-        )[0]
+        args = rows64([math.log(ratio)]), rows64([0]), rows64([advantage]), torch.ones(1, 1)
+        return ppo.policy_loss(*args, **options)[0]
 
     close(loss(1.5, 1.0, clip_high=0.28), -1.28, "1 + clip_high, DAPO's clip-higher")
     close(loss(0.5, -1.0, clip_low=0.1, clip_high=0.28), 0.9, "1 - clip_low")
@@ -2617,11 +2615,10 @@ def test_B9_policy_loss_agrees_with_easyr1():
 
 @pytest.mark.parametrize("log_ratio", [200.0, -200.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_log_ratios_of_200_stay_finite(log_ratio, advantage):
+def test_log_ratios_of_200_stay_finite_in_policy_loss(log_ratio, advantage):
     log_probs = torch.full((1, 2), log_ratio, requires_grad=True)
-    loss, _ = ppo.policy_loss(
-        log_probs, torch.zeros(1, 2), torch.full((1, 2), advantage), torch.ones(1, 2), clip_dual=None
-    )
+    args = log_probs, torch.zeros(1, 2), torch.full((1, 2), advantage), torch.ones(1, 2)
+    loss, _ = ppo.policy_loss(*args, clip_dual=None)
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all(), "clamped to +-20 before exp"
 
@@ -2640,14 +2637,13 @@ def both_losses(mask, make, bad, rows=slice(None), **options):
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.long, torch.float32])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4])
-def test_what_stands_under_mask_0_has_no_influence_on_value_gradient_or_metric(bad, kind):
+def test_what_stands_under_mask_0_has_no_influence_on_ppos_losses(bad, kind):
     mask, make = random_rows(seed=4, holes=True)
     loss, gradient, metrics = both_losses(mask.to(kind), make, 0.0)
     bad_loss, bad_gradient, bad_metrics = both_losses(mask.to(kind), make, bad)
     assert gradient.abs().sum() > 0 and (bad_gradient[:, mask == 0] == 0).all(), f"{bad} under mask 0 has no gradient"
-    assert torch.equal(loss, bad_loss) and torch.equal(gradient, bad_gradient), (
-        f"{bad} under mask 0: value and gradient"
-    )
+    assert torch.equal(loss, bad_loss), f"{bad} under mask 0: value"
+    assert torch.equal(gradient, bad_gradient), f"{bad} under mask 0: gradient"
     assert metrics == bad_metrics and metrics["vf_clip_ratio"] > 0, f"{bad} under mask 0: metrics"
 
 
@@ -2655,9 +2651,8 @@ def test_the_mean_is_over_tokens_and_any_split_into_micro_batches_gives_the_same
     mask, make = random_rows(B=7, seed=5)
     whole, gradient, _ = both_losses(mask, make, math.nan)
     for size in (1, 2, 3, 7):
-        parts = [
-            both_losses(mask, make, math.nan, slice(i, i + size), normalizer=mask.sum()) for i in range(0, 7, size)
-        ]
+        pieces = [slice(i, i + size) for i in range(0, 7, size)]
+        parts = [both_losses(mask, make, math.nan, piece, normalizer=mask.sum()) for piece in pieces]
         close(sum(loss for loss, _, _ in parts), whole, f"micro-batches of {size}: same loss", 1e-12)
         close(sum(g for _, g, _ in parts), gradient, f"micro-batches of {size}: same gradient", 1e-12)
     # lengths 1 and 3, one token worth -4, three worth 0: the token mean is -1, the mean of the rows' means would be -2
@@ -2680,20 +2675,20 @@ def test_the_shares_that_the_clips_took_are_of_the_real_tokens(side, ratio, adva
 
 
 @pytest.mark.parametrize("ratio, advantage", [(0.5, 0.5), (0.5, 0.0), (4, 0.5), (4, 0.0)])
-def test_a_clip_share_counts_no_token_on_whose_side_the_clip_is_not(ratio, advantage):
+def test_low_and_dual_count_only_bad_tokens_and_high_only_good_ones(ratio, advantage):
     one = torch.ones(1, 1)
     _, metrics = ppo.policy_loss(row(math.log(ratio)), row(0), one * advantage, one)
     shares = {name[11:-5] for name, value in metrics.items() if name.startswith("clip_ratio") and value}
     assert shares == ({"high"} if ratio == 4 and advantage else set()), "low and dual: A < 0, high: A > 0"
 
 
-def test_an_all_zero_mask_gives_0_and_gradient_0():
+def test_an_all_zero_mask_gives_ppos_losses_0_and_gradient_0():
     mask, make = torch.zeros(2, 3), lambda scale: torch.randn(2, 3, dtype=torch.float64)
     loss, gradient, metrics = both_losses(mask, make, math.nan)
     assert (loss == 0).all() and (gradient == 0).all() and not any(metrics.values()), "0, never NaN"
 
 
-def test_the_gradients_are_the_derivatives_of_the_values():
+def test_the_gradients_of_ppos_functions_are_the_numerical_ones():
     mask, make = random_rows(B=3, T=4, seed=6, holes=True)
     x = [make(0.5).requires_grad_() for _ in range(3)]
     check = torch.autograd.gradcheck
@@ -2703,7 +2698,7 @@ def test_the_gradients_are_the_derivatives_of_the_values():
     assert check(lambda *x: ppo.token_rewards(*x, mask), x)
 
 
-# ---------------------------------------------------------------- value_loss
+# ---------------------------------------------------------------- ppo.py: value_loss
 
 
 @pytest.mark.parametrize(
@@ -2716,55 +2711,50 @@ def test_the_gradients_are_the_derivatives_of_the_values():
         (-1.0, 2.0, 4.5, -3.0, False),
     ],
 )
-def test_B10_the_value_may_come_no_more_than_the_clip_range_nearer_to_its_return(
-    value, target, loss_is, gradient, clipped
-):
+def test_B10_a_value_may_move_towards_its_return_by_the_clip_range_at_most(value, target, loss_is, gradient, clipped):
     values = rows64([value]).requires_grad_()
     loss, metrics = ppo.value_loss(values, rows64([0]), rows64([target]), torch.ones(1, 1))
     loss.backward()
     close(loss, loss_is, "0.5 * max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2)")
     close(values.grad, [[gradient]], "no gradient where the clip holds the value back")
-    assert metrics["vf_clip_ratio"] == clipped
+    assert metrics["vf_clip_ratio"] == clipped, "vf_clip_ratio counts the values that the clip holds back"
 
 
-# ---------------------------------------------------------------- four models on one backbone
-
-
-def make_reward_model(folder, **options):
-    """A folder as reward_model.py writes it, with random weights. Returns the model."""
-    args = reward_model.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(folder)])
-    model, tokenizer = reward_model.load(args)
-    torch.manual_seed(1)
-    model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
-    config = LoraConfig(r=8, lora_alpha=32, target_modules=args.lora_targets, **options)
-    model = get_peft_model(model, config).eval()
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.05)
-    model.save_pretrained(folder, save_embedding_layers=False)
-    (folder / "summary.json").write_text("{}")
-    return model
+# ---------------------------------------------------------------- ppo.py: four models on one backbone
 
 
 @pytest.fixture(scope="module")
-def trained_reward_model(tmp_path_factory):
+def saved_reward_model(tmp_path_factory):
+    """(folder, model): a reward model with random weights, and the folder that reward_model.py would leave of it."""
     folder = tmp_path_factory.mktemp("rm") / "rm"
-    return folder, make_reward_model(folder, task_type="SEQ_CLS")
+    args = reward_model.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(folder)])
+    model, _ = make_reward_model(args)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    (folder / "summary.json").write_text("{}")
+    return folder, model
 
 
-@pytest.fixture
-def four(trained_reward_model, tmp_path):
-    """(args, the model with its four roles, tokenizer, a batch of ids and its mask)."""
+@pytest.fixture(scope="module")
+def four_as_made(saved_reward_model, tmp_path_factory):
+    """What `four` gives each test a copy of, and the state of torch's generator."""
     few = ["--max-completion-length", "6", "--prompts-per-step", "6", "--micro-batch-size", "4"]
-    few += ["--reward-model", str(trained_reward_model[0])]
-    args = ppo.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "out"), *few])
+    few += ["--reward-model", str(saved_reward_model[0]), "--out", str(tmp_path_factory.mktemp("four") / "out")]
+    args = ppo.parse_args(["--model", "tiny_llama", "--device", "cpu", *few])
     model, tokenizer = ppo.load(args)
     config = LoraConfig(r=8, lora_alpha=32, target_modules=args.lora_targets, task_type="CAUSAL_LM")
     model = get_peft_model(model, config, adapter_name="actor").eval()
     ppo.add_reward_model(model, args)
     torch.manual_seed(0)
     ids, attention_mask, mask, *_ = ppo.complete(model, tokenizer, ppo.PROMPTS[:5], args)
-    return args, model, tokenizer, (ids, attention_mask, mask.shape[1])
+    return args, model, tokenizer, (ids, attention_mask, mask.shape[1]), torch.get_rng_state()
+
+
+@pytest.fixture
+def four(four_as_made):
+    """(args, the model with its four roles, tokenizer, a batch of ids and its mask)."""
+    args, model, tokenizer, batch, state = four_as_made
+    torch.set_rng_state(state)
+    return copy.copy(args), copy.deepcopy(model), tokenizer, batch
 
 
 def roles(model, batch):
@@ -2780,15 +2770,15 @@ def roles(model, batch):
     return out
 
 
-def test_B3_before_training_the_critic_is_the_reward_model_and_the_actor_the_reference(four, trained_reward_model):
+def test_B3_before_training_the_critic_is_the_reward_model_and_the_actor_the_reference(four, saved_reward_model):
     _, model, tokenizer, batch = four
     out = roles(model, batch)
     assert torch.equal(out["critic"], out["reward"]), "the critic starts from the reward model"
     assert torch.equal(out["actor"], out["reference"]), "the actor starts from the reference: LoRA's B is 0"
     ids, attention_mask, _ = batch
-    rows = [row[m.bool()] for row, m in zip(ids, attention_mask, strict=True)]
+    rows = [text[real.bool()] for text, real in zip(ids, attention_mask, strict=True)]
     with torch.no_grad():
-        own = reward_model.answer_scores(trained_reward_model[1], rows, tokenizer.pad_token_id)
+        own = reward_model.answer_scores(saved_reward_model[1], rows, tokenizer.pad_token_id)
     at_the_end = ppo.last_token_scores(out["critic"], attention_mask)
     close(at_the_end, own, "the critic's value at the last token is the score that reward_model.py gives", 1e-4)
 
@@ -2813,7 +2803,7 @@ def test_B3_what_trains_is_decided_once_and_stays_so_whichever_role_the_model_pl
 
 def test_B3_after_ten_steps_only_actor_and_critic_have_changed_bit_for_bit(four):
     args, model, tokenizer, _ = four
-    args.steps, args.num_ppo_epochs = 10, 1
+    args.steps, args.num_ppo_epochs, args.prompts_per_step, args.max_completion_length = 10, 1, 2, 2
     before = {name: p.clone() for name, p in model.named_parameters()}
     assert len(list(ppo.train(model, tokenizer, ppo.PROMPTS, args))) == 10
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
@@ -2853,10 +2843,10 @@ def test_token_values_reads_the_critic_before_a_token_and_the_reward_at_it_also_
         with ppo.use(model, role):
             log_probs = list(log_probs_alone(model, batch, 0.7))
             for i in range(6):
-                row, n = alone(batch, i)
+                own, n = row_alone(batch, i)
                 expected = log_probs[i]
                 if role in ("reward", "critic"):
-                    hidden = model.get_base_model().base_model(input_ids=row).last_hidden_state[0]
+                    hidden = model.get_base_model().base_model(input_ids=own).last_hidden_state[0]
                     scores = model.heads[role](hidden)[:, 0]
                     expected = scores[-n:] if role == "reward" else scores[-n - 1 : -1]
                 close(values[i, :n], expected, f"{role}: the reward at the token, all others one position before", 1e-4)
@@ -2904,6 +2894,7 @@ def test_each_prompt_of_ppo_has_its_turn_before_any_comes_again(four, monkeypatc
         return fixed_answers(tokenizer, prompts)
 
     monkeypatch.setattr(ppo, "complete", complete)
+    monkeypatch.setattr(ppo, "token_values", lambda model, ids, attention, mask, *x, **more: torch.zeros(mask.shape))
     torch.manual_seed(0)
     records = list(ppo.train(model, tokenizer, list("ABCD"), args))
     assert [sorted(seen[i : i + 4]) for i in (0, 4, 8)] == [list("ABCD")] * 3, "2 steps of 6 prompts are 3 turns of 4"
@@ -2914,7 +2905,7 @@ def test_each_prompt_of_ppo_has_its_turn_before_any_comes_again(four, monkeypatc
 @pytest.mark.parametrize("broken", ["policy_loss", "value_loss"])
 def test_a_loss_of_ppo_that_is_not_finite_stops_training_and_names_the_step(four, monkeypatch, broken):
     args, model, tokenizer, _ = four
-    args.steps = 2
+    args.steps, args.num_ppo_epochs = 2, 1
     monkeypatch.setattr(ppo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
     real, factor = getattr(ppo, broken), 1
 
@@ -2965,7 +2956,7 @@ def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, mo
         """The head's scores at each row's n + 1 last tokens: the last of the prompt and the answer's."""
         with ppo.use(model, role):
             for i in range(6):
-                ids, n = alone(batch, i)
+                ids, n = row_alone(batch, i)
                 hidden = model.get_base_model().base_model(input_ids=ids).last_hidden_state
                 yield model.heads[role](hidden)[0, -n - 1 :, 0]
 
@@ -2979,11 +2970,11 @@ def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, mo
         spread[-1] += paid[i][-1] if score_on == "last" else 0.0
         rewards = spread - 0.2 * kl
         rewards[-1] -= 0.25 * (i == 0)  # the row without EOS
-        values, advantage, row = [*old_values[i], torch.tensor(0.0)], 0.0, []
+        values, advantage, own = [*old_values[i], torch.tensor(0.0)], 0.0, []
         for t in reversed(range(n)):
             advantage = rewards[t] + 0.9 * values[t + 1] - values[t] + 0.9 * 0.8 * advantage
-            row.insert(0, advantage)
-        raw.append(torch.stack(row))
+            own.insert(0, advantage)
+        raw.append(torch.stack(own))
     returns = [a + v for a, v in zip(raw, old_values, strict=True)]
     flat = torch.cat(raw)
     white = [(a - flat.mean()) / (flat.var() + 1e-8).sqrt() for a in raw]
@@ -3020,51 +3011,43 @@ def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, mo
 
 def test_B1_the_ratio_is_exactly_1_in_the_first_pass_and_not_in_the_second(four, monkeypatch):
     args, model, tokenizer, _ = four
-    args.steps, args.num_ppo_epochs = 2, 2
+    args.steps, args.num_ppo_epochs, args.max_completion_length = 2, 2, 3
     approx_kl, policy_loss = [], ppo.policy_loss
-    monkeypatch.setattr(
-        ppo, "policy_loss", lambda *x, **k: approx_kl.append(policy_loss(*x, **k)[1]) or policy_loss(*x, **k)
-    )
+
+    def recorded(*x, **more):
+        loss, metrics = policy_loss(*x, **more)
+        approx_kl.append(metrics["approx_kl"].item())
+        return loss, metrics
+
+    monkeypatch.setattr(ppo, "policy_loss", recorded)
     _, metrics = ppo.train(model, tokenizer, ppo.PROMPTS, args)
-    approx_kl = [m["approx_kl"].item() for m in approx_kl[-6:]]  # step 2: 2 pieces and the whole batch, twice
-    assert approx_kl[:3] == [0, 0, 0], "first pass: new / old policy, bit for bit"
-    assert all(approx_kl[3:]), "second pass: the policy has moved"
+    first, second = approx_kl[-6:-3], approx_kl[-3:]  # of step 2: 2 pieces and the whole batch, twice
+    assert first == [0, 0, 0], "first pass: new / old policy, bit for bit"
+    assert all(second), "second pass: the policy has moved"
     assert metrics["kl"] != 0, "and the reference, which the actor left in step 1, does not enter the ratio"
 
 
 def test_the_penalty_for_a_missing_eos_is_paid_at_the_end_of_answers_that_were_cut_off(four, monkeypatch):
     args, model, tokenizer, _ = four
-    args.steps, args.num_ppo_epochs, args.prompts_per_step = 1, 1, 12
-    args.max_completion_length, args.learning_rate = 24, 0.0
-    seen, answers, gae, complete = [], [], ppo.gae, ppo.complete
+    args.steps, args.num_ppo_epochs, args.learning_rate = 1, 1, 0.0
+    seen, gae = [], ppo.gae
     monkeypatch.setattr(ppo, "gae", lambda *x: seen.append(x) or gae(*x))
-    monkeypatch.setattr(ppo, "complete", lambda *x: answers.append(complete(*x)) or answers[-1])
+    monkeypatch.setattr(ppo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
     for args.missing_eos_penalty in (0.0, 5.0):
         torch.manual_seed(3)
         (metrics,) = ppo.train(model, tokenizer, ppo.PROMPTS, args)
-    free, fined = [rewards for rewards, *_ in seen if len(rewards) == 12][::2]  # the others are micro-batches of 4
-    ids, _, mask, *_ = answers[0]
-    cut_off = torch.tensor([tokenizer.eos_token_id not in row for row in ids[:, -mask.shape[1] :].tolist()])
-    assert 0 < cut_off.sum() < len(cut_off), "some of these answers end and some are cut off"
-    expected = torch.zeros(mask.shape)
-    expected[range(len(mask)), mask.sum(dim=1) - 1] = 5.0 * cut_off
+    free, fined = [rewards for rewards, *_ in seen if len(rewards) == 6][::2]  # the others are micro-batches: 4 and 2
+    expected = torch.zeros(6, 5)
+    expected[0, 4] = 5.0  # of the six answers the first was cut off
     close(free - fined, expected, "5 at the last token of each answer without EOS, and nothing else", 1e-5)
-    close(metrics["completions/clipped_ratio"], cut_off.float().mean(), "the share of answers without EOS")
+    close(metrics["completions/clipped_ratio"], 1 / 6, "the share of answers without EOS")
 
 
-# ---------------------------------------------------------------- the script
-
-
-def ppo_refused(capsys, arguments):
-    with pytest.raises(SystemExit) as end:
-        ppo.main(["--model", "tiny_llama", "--device", "cpu", *arguments])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1, "one sentence, exit status 2"
-    return error
+# ---------------------------------------------------------------- ppo.py: the script
 
 
 @pytest.mark.parametrize(
-    "arguments, why",
+    "argv, why",
     [
         (["--clip-dual", "1.1"], "above 1 + clip-high"),
         (["--lam", "1.5"], "at most 1"),
@@ -3073,60 +3056,60 @@ def ppo_refused(capsys, arguments):
         (["--reward-model", "nowhere"], "nowhere cannot be used: it has no adapter_config.json"),
     ],
 )
-def test_bad_options_of_ppo_end_in_one_sentence_before_any_training(tmp_path, capsys, arguments, why):
-    assert why in ppo_refused(capsys, ["--out", str(tmp_path / "out"), *arguments])
+def test_bad_options_of_ppo_end_in_one_sentence_before_any_training(tmp_path, capsys, argv, why):
+    assert why in refused(capsys, ppo, "--model", "tiny_llama", "--out", str(tmp_path / "out"), *argv)
 
 
-def test_a_reward_model_without_its_head_or_for_another_base_is_refused(tmp_path, capsys, trained_reward_model):
-    make_reward_model(tmp_path / "headless", task_type="CAUSAL_LM")
-    assert "no head" in ppo_refused(
-        capsys, ["--out", str(tmp_path / "o"), "--reward-model", str(tmp_path / "headless")]
-    )
-    (tmp_path / "other").mkdir()
-    for file in trained_reward_model[0].iterdir():
-        (tmp_path / "other" / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = "somebody/else"
-    (tmp_path / "other" / "adapter_config.json").write_text(json.dumps(config))
-    error = ppo_refused(capsys, ["--out", str(tmp_path / "o"), "--reward-model", str(tmp_path / "other")])
+def test_a_reward_model_without_its_head_or_for_another_base_is_refused(tmp_path, capsys, saved_reward_model):
+    def refusal(name, kept=lambda key: True, **changes):
+        """What ppo.py says to a copy of the reward model that lacks weights or has another configuration."""
+        folder = shutil.copytree(saved_reward_model[0], tmp_path / name)
+        weights = load_file(folder / "adapter_model.safetensors")
+        save_file({key: p for key, p in weights.items() if kept(key)}, folder / "adapter_model.safetensors")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+        where = ["--out", str(tmp_path / "o"), "--reward-model", str(folder)]
+        return refused(capsys, ppo, "--model", "tiny_llama", "--device", "cpu", *where)
+
+    assert "no head" in refusal("headless", lambda key: "score" not in key)
+    error = refusal("other", base_model_name_or_path="somebody/else")
     assert "made for somebody/else" in error and "reward_model.py" in error, "the sentence names the thing and the fix"
-    make_reward_model(tmp_path / "half", task_type="SEQ_CLS")
-    weights = load_file(tmp_path / "half" / "adapter_model.safetensors")
-    weights = {name: value for name, value in weights.items() if ".layers.1." not in name}
-    save_file(weights, tmp_path / "half" / "adapter_model.safetensors")
-    error = ppo_refused(capsys, ["--out", str(tmp_path / "o"), "--reward-model", str(tmp_path / "half")])
+    error = refusal("half", lambda key: ".layers.1." not in key)
     assert "not those of an adapter" in error and "layers.1" in error, "what is missing would be random"
 
 
-def test_B2_without_a_reward_model_it_says_so_and_trains_one_with_the_same_model_and_seed(
-    tmp_path, capsys, monkeypatch
-):
+def test_B2_without_a_reward_model_it_says_so_and_trains_one_like_itself(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    commands = []
-    monkeypatch.setattr(
-        ppo.subprocess, "Popen", lambda command: commands.append(command) or SimpleNamespace(wait=lambda: 2)
-    )
+    commands, process = [], SimpleNamespace(wait=lambda: 2)
+    monkeypatch.setattr(ppo.subprocess, "Popen", lambda command: commands.append(command) or process)
     with pytest.raises(SystemExit) as end:
         ppo.main(["--model", "tiny_llama", "--seed", "7", "--device", "cpu"])
     assert end.value.code == 2, "what stops reward_model.py stops ppo.py"
     assert "no reward model in runs" in capsys.readouterr().out
     (command,) = commands
     assert Path(command[1]).name == "reward_model.py"
-    assert {"--model=tiny_llama", "--seed=7", f"--out={Path('runs') / 'reward_model'}"} < set(command)
+    same = {"--model=tiny_llama", "--seed=7", f"--out={Path('runs') / 'reward_model'}"}
+    assert same < set(command), "of the same model, with the same seed, where ppo.py looks for it"
 
 
-def test_a_run_leaves_an_actor_that_peft_can_load(tmp_path, trained_reward_model, monkeypatch):
-    monkeypatch.setattr(ppo, "HELD_OUT_PROMPTS", ppo.HELD_OUT_PROMPTS[:1])  # to be quick
+def test_the_actor_that_ppo_has_judged_is_the_one_it_leaves_for_peft(tmp_path, saved_reward_model, monkeypatch):
+    ids = torch.tensor(ROWS[:1])
+
+    def judge(model, tokenizer=None, args=None):
+        """A stand-in for the judge of 256 answers: the log-prob of one text, which no two of the roles agree on."""
+        with torch.no_grad():
+            log_prob = ppo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
+        return {"log_prob": {"mean": log_prob, "standard_error": 0.0, "n": 1}}, []
+
+    monkeypatch.setattr(ppo, "evaluate", judge)
     few = ["--steps", "1", "--prompts-per-step", "4", "--num-ppo-epochs", "1", "--learning-rate", "0.01"]
-    few += ["--max-completion-length", "8"]
-    where = ["--out", str(tmp_path / "ppo"), "--reward-model", str(trained_reward_model[0])]
-    summary = ppo.main(["--model", "tiny_llama", "--device", "cpu", *few, *where])
-    assert summary["kl_after"]["n"] > 16 and summary["kl_after"]["mean"] != 0
-    args = ppo.parse_args(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "ppo"), *few])
-    model, tokenizer = ppo.load(args)
-    model = PeftModel.from_pretrained(model, tmp_path / "ppo")
-    estimates, _ = ppo.evaluate(model.eval(), tokenizer, args)
-    close(estimates["kl"]["mean"], summary["kl_after"]["mean"], "the actor that was judged is the one saved", 1e-4)
+    few += ["--max-completion-length", "4", "--out", str(tmp_path / "ppo")]
+    few += ["--reward-model", str(saved_reward_model[0])]
+    summary = ppo.main(["--model", "tiny_llama", "--device", "cpu", *few])
+    before, after = (summary[f"log_prob_{when}"]["mean"] for when in ("before", "after"))
+    saved = PeftModel.from_pretrained(ppo.load(settings())[0], tmp_path / "ppo").eval()
+    close(judge(saved)[0]["log_prob"]["mean"], after, "the actor that was judged is the one saved", 1e-5)
+    assert abs(after - before) > 0.01, "and it has learned something"
 
 
 # ================================================================ learning, end to end
@@ -3137,6 +3120,8 @@ def test_a_run_leaves_an_actor_that_peft_can_load(tmp_path, trained_reward_model
 # name) on a hub, ppo.py then in the cache; grpo.py and dpo.py find neither hub nor cache.
 LEARN = """
 import importlib, json, sys, time, torch
+
+sys.modules["matplotlib.figure"] = None  # no picture
 
 scripts, rows = sys.argv[2].split(), json.loads(sys.argv[3])
 for script in scripts:
@@ -3157,13 +3142,15 @@ for script in scripts:
         return loaded
 
     def run(args, model, *more, run=module.run):
+        if script == "dpo":  # its gain is so large that a quarter of the prompts shows it
+            module.HELD_OUT_PROMPTS = module.HELD_OUT_PROMPTS[:4]
         found["summary"] = run(args, model, *more)
         with torch.no_grad():
-            if script == "grpo":
-                ids = torch.tensor(rows[:1])
-                found["log_probs"] = module.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
             if script == "reward_model":
                 found["scores"] = module.answer_scores(model, [torch.tensor(row) for row in rows], 0).tolist()
+            else:
+                ids = torch.tensor(rows[:1])
+                found["log_probs"] = module.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
         return found["summary"]
 
     module.load, module.run = load, run
@@ -3183,14 +3170,9 @@ class Hub(BaseHTTPRequestHandler):
         name, header = self.path.split("?")[0].split("/")[-1], {"X-Repo-Commit": "c" * 40}
         self.asked.append(f"{self.command} {name}")
         if self.path.startswith("/api/models/babylm/babyllama-100m-2024/"):
-            files = [
-                {"type": "file", "oid": name, "size": len(data), "path": name} for name, data in self.files.items()
-            ]
-            repo = {
-                "id": "babylm/babyllama-100m-2024",
-                "sha": "c" * 40,
-                "siblings": [{"rfilename": n} for n in self.files],
-            }
+            files = [{"type": "file", "oid": n, "size": len(data), "path": n} for n, data in self.files.items()]
+            siblings = [{"rfilename": n} for n in self.files]
+            repo = {"id": "babylm/babyllama-100m-2024", "sha": "c" * 40, "siblings": siblings}
             body = json.dumps(files if "/tree/" in self.path else repo).encode()
         else:
             body, header = self.files.get(name), header | {"ETag": f'"{name}"'}
@@ -3209,15 +3191,12 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module", autouse=True)
 def learning(request, tmp_path_factory):
-    """(processes, folder): started before the first test, if a test of this run asks for what they learn."""
+    """(processes, logs, folder): started before the first test, if a test of this run asks for what they learn."""
     if not any("learned" in item.fixturenames for item in request.session.items):
         yield None
         return
-    folder, home, threads = (
-        tmp_path_factory.mktemp("learning"),
-        tmp_path_factory.mktemp("home"),
-        torch.get_num_threads(),
-    )
+    folder, home = tmp_path_factory.mktemp("learning"), tmp_path_factory.mktemp("home")
+    threads = torch.get_num_threads()
     hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=hub.serve_forever, daemon=True).start()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
@@ -3246,12 +3225,10 @@ def learned(learning):
     for process, log, scripts in zip(processes, logs, (("reward_model", "ppo"), ("grpo", "dpo")), strict=True):
         status, text = process.wait(timeout=600), log.read_text(encoding="utf-8")
         assert status == 0, text[-2000:]
-        for script, part in zip(scripts, text.split("FOUND "), strict=False):
-            output[script] = part.splitlines()
-        found |= {
-            script: json.loads(part.splitlines()[0])
-            for script, part in zip(scripts, text.split("FOUND ")[1:], strict=True)
-        }
+        parts = text.split("FOUND ")
+        output |= {script: part.splitlines() for script, part in zip(scripts, parts, strict=False)}
+        results = [json.loads(part.splitlines()[0]) for part in parts[1:]]
+        found |= dict(zip(scripts, results, strict=True))
     return found, output, folder
 
 
@@ -3295,26 +3272,27 @@ def test_without_a_network_and_a_cache_the_default_is_tiny_llama_and_soon(learne
 
 
 def test_A3_all_scripts_train_lora_of_rank_8_and_alpha_32_on_q_proj_and_v_proj_without_dropout(learned):
-    for script, task in (
-        ("grpo", "CAUSAL_LM"),
-        ("ppo", "CAUSAL_LM"),
-        ("dpo", "CAUSAL_LM"),
-        ("reward_model", "SEQ_CLS"),
-    ):
+    tasks = {"grpo": "CAUSAL_LM", "ppo": "CAUSAL_LM", "dpo": "CAUSAL_LM", "reward_model": "SEQ_CLS"}
+    for script, task in tasks.items():
         config = json.loads((learned[2] / script / "adapter_config.json").read_text())
         lora = [config[name] for name in ("r", "lora_alpha", "lora_dropout", "task_type")]
         assert lora == [8, 32, 0, task] and sorted(config["target_modules"]) == ["q_proj", "v_proj"], script
+        weights = load_file(learned[2] / script / "adapter_model.safetensors")
+        count = sum(p.numel() for p in weights.values())
+        assert count == 24_576 + 192 * (script == "reward_model"), f"{script}: A and B of 8 layers, and the head's row"
 
 
-def test_the_saved_adapter_gives_the_same_log_probs_in_another_process(learned):
+@pytest.mark.parametrize("script", ["grpo", "dpo", "ppo"])
+def test_the_saved_adapter_gives_the_same_log_probs_in_another_process(learned, script):
     found, _, folder = learned
     base, ids = AutoModelForCausalLM.from_pretrained(HERE / "tiny_llama", dtype=torch.float32), torch.tensor(ROWS[:1])
-    model = PeftModel.from_pretrained(base, folder / "grpo").eval()
+    model = PeftModel.from_pretrained(base, folder / script).eval()
     with torch.no_grad():
         trained = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
         with model.disable_adapter():
             untrained = grpo.token_log_probs(model, ids, torch.ones_like(ids), 19).sum().item()
-    assert trained == pytest.approx(found["grpo"]["log_probs"], abs=1e-3) != pytest.approx(untrained, abs=1e-3)
+    assert trained == pytest.approx(found[script]["log_probs"], abs=1e-3), "what was trained is what peft loads"
+    assert abs(trained - untrained) > 0.1, "and it has learned something"
 
 
 def test_the_saved_reward_model_gives_the_same_scores_in_another_process(learned):
@@ -3323,7 +3301,7 @@ def test_the_saved_reward_model_gives_the_same_scores_in_another_process(learned
     base = AutoModelForSequenceClassification.from_pretrained(HERE / "tiny_llama", num_labels=1, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, folder / "reward_model").eval()
     with torch.no_grad():
-        scores = [model(input_ids=torch.tensor([row])).logits.item() for row in ROWS]
+        scores = [model(input_ids=torch.tensor([ids])).logits.item() for ids in ROWS]
     close(found["reward_model"]["scores"], scores, "what reward_model.py scores is what PEFT loads", 1e-5)
     names = load_file(folder / "reward_model" / "adapter_model.safetensors")
     assert all("lora" in name or name == "base_model.model.score.weight" for name in names), "adapter, head, no more"
@@ -3362,16 +3340,20 @@ def definitions(path):
     return texts
 
 
-def test_functions_of_one_name_have_one_text_in_all_scripts():
+def test_functions_and_constants_of_one_name_are_the_same_in_all_scripts():
     texts = {}
     for path in SCRIPTS:
         for name, text in definitions(path).items():
             if name not in ("train", "parse_args", "main"):
                 assert texts.setdefault(name, text) == text, f"{name} in {path.name} differs from the other scripts"
+    for name in ("PROMPTS", "HELD_OUT_PROMPTS", "CHEERFUL", "GLOOMY", "CACHE"):
+        values = [repr(getattr(script, name)) for script in (grpo, ppo, dpo, reward_model)]
+        assert len(set(values)) == 1, f"{name} differs between the scripts"
 
 
 def test_scripts_import_only_what_requirements_name_and_never_each_other():
-    allowed = set(sys.stdlib_module_names) | {"torch", "transformers", "peft", "tqdm", "huggingface_hub", "matplotlib"}
+    required = {re.split("[<>=]", line)[0] for line in (HERE / "requirements.txt").read_text().split()}
+    allowed = set(sys.stdlib_module_names) | required | {"matplotlib"}  # which may be missing
     for path in SCRIPTS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
