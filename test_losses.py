@@ -1359,579 +1359,6 @@ def test_a_result_may_be_a_link_and_needs_no_picture(tmp_path, monkeypatch):
     assert not (tmp_path / "real" / "curves.png").exists()
 
 
-# ================================================================ dpo.py
-
-LOSSES = ["sigmoid", "robust", "exo_pair", "hinge", "ipo", "bco_pair", "sppo_hard", "nca_pair", "aot_pair", "aot"]
-LOSSES += ["apo_zero", "apo_down", "discopop"]
-DIVERGENCES = ["reverse_kl", "js_divergence", "alpha_divergence"]
-
-
-def dpo_grads(chosen, rejected, ref_chosen, ref_rejected, **options):
-    """(losses, gradient of their mean to chosen, to rejected), in float64."""
-    chosen, rejected, *ref = torch.tensor([chosen, rejected, ref_chosen, ref_rejected], dtype=torch.float64)
-    losses, _, _ = dpo.dpo_loss(chosen.requires_grad_(), rejected.requires_grad_(), *ref, **options)
-    losses.mean().backward()
-    return losses.detach(), chosen.grad, rejected.grad
-
-
-def dpo_options(**changes):
-    """The part of the command line's arguments that training on pairs reads."""
-    values = dict(device=torch.device("cpu"), temperature=1.0, micro_batch_size=64, prompts_per_step=5, steps=1)
-    values |= dict(learning_rate=0.1, beta=0.1, loss_type="sigmoid", label_smoothing=0.0, reference_free=False)
-    return SimpleNamespace(**(values | dict(f_divergence_type="reverse_kl") | changes))
-
-
-@pytest.fixture
-def adapted(tiny):
-    """tiny_llama with an adapter that is off zero, so that policy and reference differ."""
-    torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(tiny[0], config).eval()
-    yield model
-    model.unload()
-
-
-PAIRS = [
-    {"prompt": "Once upon a time there was a cat who", "chosen": " was happy.", "rejected": " was sad and cold."},
-    {"prompt": "The old bear", "chosen": " loved to sing and dance with his good friends.", "rejected": " cried."},
-    {"prompt": "One day a young girl", "chosen": " smiled.", "rejected": " fell into the dark, cold river."},
-    {"prompt": "Every morning the tired farmer went out and", "chosen": " laughed.", "rejected": " was hurt."},
-    {"prompt": "In the forest", "chosen": " it was warm.", "rejected": " it was dark and there was no one at all."},
-]
-
-
-# ---------------------------------------------------------------- dpo.py: sequence_log_probs
-
-
-def test_B14_a_sequences_log_prob_is_the_sum_over_its_mask_and_ipos_is_the_mean():
-    log_probs = torch.tensor([[-1.0, -2.0, -4.0], [-3.0, -9.0, -9.0], [-7.0, -7.0, -7.0]])
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
-    # -1 - 2 - 4 = -7, / 3 = -2.333333; one token: -3 either way; no token: 0
-    assert dpo.sequence_log_probs(log_probs, mask).tolist() == [-7, -3, 0], "the sum over the mask"
-    mean = dpo.sequence_log_probs(log_probs, mask, average=True)
-    assert torch.allclose(mean, torch.tensor([-7 / 3, -3, 0])), "average divides by the number of tokens, not by T"
-
-
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e4])
-@pytest.mark.parametrize("average", [False, True])
-def test_what_stands_under_mask_0_has_no_influence_on_a_sequences_log_prob(garbage, average):
-    log_probs = torch.tensor([[-1.0, garbage, -2.0], [garbage] * 3], requires_grad=True)
-    total = dpo.sequence_log_probs(log_probs, torch.tensor([[1, 0, 1], [0, 0, 0]]), average)
-    total.sum().backward()
-    share = 0.5 if average else 1.0
-    assert total.tolist() == [-3 * share, 0], "a masked token reached the value"
-    assert log_probs.grad.tolist() == [[share, 0, share], [0, 0, 0]], "a masked token reached the gradient"
-
-
-# ---------------------------------------------------------------- dpo.py: dpo_loss
-
-
-def test_B14_at_the_start_the_loss_is_ln_2_the_margin_0_and_the_gradient_is_not_0():
-    start = torch.tensor([-20.0, -31.0]), torch.tensor([-25.0, -30.0])
-    losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(*start, *start)
-    assert torch.allclose(losses, torch.tensor(math.log(2))), "policy = reference: -log sigmoid(0) = ln 2"
-    assert (chosen_rewards == 0).all() and (rejected_rewards == 0).all(), "policy = reference: no reward, no margin"
-    # d/dc -log sigmoid(beta (c - r)) = -beta sigmoid(-beta (c - r)) = -0.1 x 0.5 at 0
-    _, to_chosen, to_rejected = dpo_grads([-20.0], [-25.0], [-20.0], [-25.0])
-    assert to_chosen.item() == pytest.approx(-0.05), "the step must make the chosen answer more likely"
-    assert to_rejected.item() == pytest.approx(0.05), "the step must make the rejected answer less likely"
-
-
-def test_B15_label_smoothing_mixes_in_the_loss_with_the_sign_turned():
-    # log-ratios +1 and -1, beta 0.1: x = 0.2; -log sigmoid(0.2) = 0.598139, -log sigmoid(-0.2) = 0.798139
-    # s = 0.1: 0.9 x 0.598139 + 0.1 x 0.798139 = 0.618139
-    at = [-4.0], [-8.0], [-5.0], [-7.0]
-    assert dpo_grads(*at)[0].item() == pytest.approx(0.598139, abs=1e-6), "L(x) = -log sigmoid(x), x = beta (c - r)"
-    assert dpo_grads(*at, label_smoothing=0.1)[0].item() == pytest.approx(0.618139, abs=1e-6), "(1 - s) L(x) + s L(-x)"
-
-
-def test_B16_the_loss_falls_although_the_chosen_answer_has_become_half_as_likely():
-    # reference 0.6 / 0.3, policy 0.3 / 0.1: chosen over rejected rises from 2 to 3; -log sigmoid(ln 3 - ln 2) = ln(5/3)
-    policy, reference = [[math.log(0.3)], [math.log(0.1)]], [[math.log(0.6)], [math.log(0.3)]]
-    loss = dpo_grads(*policy, *reference, beta=1.0)[0].item()
-    assert loss == pytest.approx(math.log(5 / 3)) == pytest.approx(0.510826, abs=1e-6)
-    assert loss < dpo_grads(*reference, *reference, beta=1.0)[0].item(), "the margin grew, so the loss must fall"
-
-
-# c = 0.4, r = -0.8, beta = 0.5:  beta c = 0.2, beta r = -0.4, beta h = x = 0.6, 1 / (2 beta) = 1, d = -0.1
-# sigmoid(0.6) = 0.645656, L(0.6) = 0.437488, L(-0.6) = 1.037488
-BY_HAND = [  # loss_type, options, loss, gradient to chosen, gradient to rejected
-    ("sigmoid", {}, 0.437488, -0.177172, 0.177172),  # L(0.6); -0.5 x 0.354344
-    ("sigmoid", {"label_smoothing": 0.1}, 0.497488, -0.127172, 0.127172),  # 0.9 x 0.437488 + 0.1 x 1.037488
-    ("robust", {"label_smoothing": 0.1}, 0.362488, -0.239672, 0.239672),  # (0.393739 - 0.103749) / 0.8
-    ("robust", {}, 0.437488, -0.177172, 0.177172),  # without smoothing it is sigmoid
-    # 0.645656 (-0.437488 - log 0.9) + 0.354344 (-1.037488 - log 0.1)
-    ("exo_pair", {"label_smoothing": 0.1}, 0.233839, -0.182710, 0.182710),
-    ("exo_pair", {}, 1.798271, -0.721443, 0.721443),  # the same with 0.999 and 0.001
-    ("hinge", {}, 0.4, -0.5, 0.5),  # 1 - 0.6
-    ("ipo", {}, 0.04, 0.4, -0.4),  # (1.2 - 1)^2; 2 x 0.2: beyond its aim, ipo pulls the margin back
-    ("bco_pair", {}, 1.108710, -0.212779, 0.212779),  # L(0.2 + 0.1) + L(-0.1 + 0.4) = 2 x 0.554355
-    ("sppo_hard", {}, 0.4, -1.2, 0.4),  # (0.4 - 1)^2 + (-0.8 + 1)^2
-    ("nca_pair", {}, 1.253716, -0.087625, 0.100328),  # 0.598139 + 0.798139 / 2 + L(0.4) / 2 = 0.513015 / 2
-    ("aot_pair", {}, 0.437488, -0.177172, 0.177172),  # of one pair there is nothing to sort: sigmoid
-    ("aot", {"label_smoothing": 0.1}, 0.497488, -0.127172, 0.127172),
-    ("apo_zero", {}, 0.851478, -0.123758, 0.120130),  # 1 - 0.549834 + 0.401312
-    ("apo_down", {}, 0.904178, 0.009366, 0.114392),  # 0.549834 + 1 - 0.645656: it lowers the chosen one, too
-    ("discopop", {}, 0.548811, -0.274398, 0.274398),  # m = sigmoid(0.6 / 0.05) = 0.999994: nearly exp(-0.6)
-    ("discopop", {"discopop_tau": 1.0}, 0.509365, -0.227217, 0.227217),  # 0.354344 x 0.437488 + 0.645656 x 0.548812
-    # log sigmoid(0.4) - log sigmoid(-0.8) = -0.513015 + 1.171101; L(0.5 x 0.658085)
-    ("sigmoid", {"f_divergence_type": "js_divergence"}, 0.542099, -0.083969, 0.144368),
-    # -exp(-0.4) + exp(0.8) = 1.555221; L(0.5 x 1.555221)
-    ("sigmoid", {"f_divergence_type": "alpha_divergence"}, 0.378096, -0.105520, 0.350339),
-    # (exp(0.4) - exp(-0.2)) / 0.5 = 1.346188; L(0.5 x 1.346188)
-    ("sigmoid", {"f_divergence_type": "alpha_divergence", "alpha_divergence_coef": 0.5}, 0.412194, -0.138285, 0.251972),
-]
-
-
-@pytest.mark.parametrize("loss_type, more, expected", [(name, more, values) for name, more, *values in BY_HAND])
-def test_B17_every_loss_type_has_its_value_and_gradient_at_a_point_computed_by_hand(loss_type, more, expected):
-    got = dpo_grads([-9.6], [-13.8], [-10.0], [-13.0], beta=0.5, loss_type=loss_type, **more)
-    assert [x.item() for x in got] == pytest.approx(expected, abs=1e-6), f"{loss_type} {more}: loss, two gradients"
-
-
-# Mean loss and the first pair's two gradients as TRL 0.19.0's DPOTrainer.dpo_loss computes them, beta = 0.1.
-TRL_BATCH = [
-    [-23.254548, -14.761404, -19.234497, -13.724378, -14.669179],
-    [-26.472830, -13.957092, -22.699049, -14.806365, -14.385941],
-    [-22.234396, -14.362754, -17.652940, -13.518250, -16.909944],
-    [-21.878974, -15.308825, -22.237824, -15.329405, -13.116364],
-]
-TRL = [
-    ("sigmoid", {"label_smoothing": 0.1}, 0.6727263, -0.00623193, 0.00623193),
-    ("sigmoid", {"reference_free": True}, 0.63241287, -0.00840461, 0.00840461),
-    ("sigmoid", {"f_divergence_type": "js_divergence"}, 0.66807712, -0.00615678, 0.00829268),
-    ("sigmoid", {"f_divergence_type": "alpha_divergence"}, 0.57755642, -0.00000372, 0.00013257),
-    ("robust", {"label_smoothing": 0.1}, 0.65704756, -0.01073193, 0.01073193),
-    ("exo_pair", {}, 2.65061611, -0.03172322, 0.03172322),
-    ("hinge", {}, 0.93031673, -0.02, 0.02),
-    ("ipo", {}, 24.02057904, -0.57051866, 0.57051866),
-    ("bco_pair", {}, 1.3591322, -0.01023925, 0.00800113),
-    ("sppo_hard", {}, 49.79033045, -2.40806091, 0.16245776),
-    ("nca_pair", {}, 1.37526056, -0.00576445, 0.00387132),
-    ("aot_pair", {"label_smoothing": 0.1}, 0.66788079, -0.00787529, 0.00650514),
-    ("aot", {"label_smoothing": 0.1}, 0.66831367, -0.0072976, 0.0072976),
-    ("apo_zero", {}, 0.98299832, -0.00498701, 0.00474521),
-    ("apo_down", {}, 0.97806116, 0.00014332, 0.0048437),
-    ("discopop", {}, 0.75622872, -0.01393258, 0.01393258),
-]
-
-
-@pytest.mark.parametrize("loss_type, more, expected", [(name, more, values) for name, more, *values in TRL])
-def test_B17_every_loss_type_computes_what_trl_computes_on_a_batch(loss_type, more, expected):
-    losses, grad_chosen, grad_rejected = dpo_grads(*TRL_BATCH, loss_type=loss_type, **more)
-    got = [losses.mean().item(), grad_chosen[0].item(), grad_rejected[0].item()]
-    assert got == pytest.approx(expected, rel=2e-6, abs=1e-7), f"{loss_type} {more}: loss, two gradients"
-
-
-def test_hinge_is_0_beyond_a_margin_of_1():
-    # beta h = 0.5 x (3 + 1) = 2: 1 - 2 < 0, so the loss is 0 and so is the gradient
-    got = dpo_grads([-7.0], [-14.0], [-10.0], [-13.0], beta=0.5, loss_type="hinge")
-    assert [x.item() for x in got] == [0, 0, 0], "loss, gradient to chosen, to rejected"
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_reference_free_is_the_same_as_zeros_for_both_reference_log_probs(loss_type):
-    batch = torch.tensor(TRL_BATCH)
-    free = dpo.dpo_loss(*batch, loss_type=loss_type, reference_free=True)
-    zeros = dpo.dpo_loss(*batch[:2], torch.zeros(5), torch.zeros(5), loss_type=loss_type)
-    for name, a, b in zip(("losses", "chosen_rewards", "rejected_rewards"), free, zeros, strict=True):
-        assert torch.equal(a, b), f"{name} of {loss_type} still know the reference"
-
-
-def test_rewards_are_beta_times_the_log_ratio_and_carry_no_gradient():
-    chosen = torch.tensor([-3.0, -6.0], requires_grad=True)
-    _, good, bad = dpo.dpo_loss(chosen, chosen - 5, torch.tensor([-4.0, -4.0]), torch.tensor([-8.0, -8.5]), beta=0.5)
-    # 0.5 x (-3 + 4, -6 + 4); 0.5 x (-8 + 8, -11 + 8.5)
-    assert good.tolist() == [0.5, -1] and bad.tolist() == [0, -1.25], "reward = beta (policy - reference)"
-    assert not good.requires_grad and not bad.requires_grad, "rewards are for looking at: detached"
-
-
-def test_bco_pairs_baseline_carries_no_gradient():
-    # d/dc L(beta c - d) + L(d - beta r) with d held fixed: -beta sigmoid(d - beta c), / 2 for the mean of two pairs.
-    # beta = 1, c = 1, 2, r = 0, -1: d = 2 / 4 = 0.5; -sigmoid(-0.5) / 2 = -0.188771
-    _, to_chosen, _ = dpo_grads([1.0, 2.0], [0.0, -1.0], [0.0, 0.0], [0.0, 0.0], beta=1.0, loss_type="bco_pair")
-    assert to_chosen[0].item() == pytest.approx(-0.188771, abs=1e-6), "the mean of the rewards must be detached"
-
-
-@pytest.mark.parametrize(
-    "loss_type, divergence",
-    [(name, "reverse_kl") for name in LOSSES] + [(name, f) for name in LOSSES[:5] for f in DIVERGENCES[1:]],
-)
-def test_dpo_at_log_ratios_of_200_gives_finite_losses_and_gradients_in_float32(loss_type, divergence):
-    chosen, rejected = torch.tensor([200.0, -200, 200, -200, 0]), torch.tensor([200.0, 200, -200, -200, 0])
-    chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
-    for beta, tau in ((0.1, 0.05), (1.0, 5.0)):
-        kind = {"loss_type": loss_type, "f_divergence_type": divergence, "beta": beta, "discopop_tau": tau}
-        losses, _, _ = dpo.dpo_loss(chosen, rejected, torch.zeros(5), torch.zeros(5), **kind)
-        grads = torch.autograd.grad(losses.sum(), (chosen, rejected))
-        assert losses.isfinite().all(), f"{loss_type} overflows"
-        assert all(grad.isfinite().all() for grad in grads), f"the gradient of {loss_type} overflows"
-
-
-def test_exponents_of_dpo_are_at_most_40():
-    # alpha: f(-100) = -e^40, f(0) = -1, hinge 1 - (1 - e^40) = e^40. discopop: x = -100, m = sigmoid(-0.1) = 0.475021
-    zero, far, e = row(0)[0], row(-100)[0], math.exp(40)
-    kind = {"beta": 1.0, "loss_type": "hinge", "f_divergence_type": "alpha_divergence"}
-    assert near(dpo.dpo_loss(far, zero, zero, zero, **kind)[0] / e, 1), "f of alpha_divergence"
-    losses, _, _ = dpo.dpo_loss(far, zero, zero, zero, beta=1.0, loss_type="discopop", discopop_tau=1000.0)
-    assert near(losses / e, 0.475021), "exp(-x) of discopop"
-
-
-@pytest.mark.parametrize(
-    "wrong, named",
-    [
-        ({"loss_type": "dpo"}, "discopop"),
-        ({"f_divergence_type": "kl"}, "js_divergence"),
-        ({"label_smoothing": 0.5}, "below 0.5"),
-        ({"label_smoothing": -0.1}, "at least 0"),
-        ({"beta": 0.0}, "above 0"),
-        *[({"loss_type": name, "label_smoothing": 0.1}, "robust") for name in LOSSES[3:8] + LOSSES[10:]],
-        *[({"loss_type": name, "f_divergence_type": "js_divergence"}, "hinge") for name in LOSSES[5:]],
-    ],
-)
-def test_an_option_that_is_unknown_out_of_range_or_not_read_is_refused(wrong, named):
-    with pytest.raises(ValueError, match=named):
-        dpo.dpo_loss(*torch.zeros(4, 2), **wrong)
-
-
-# ---------------------------------------------------------------- dpo.py: pairs
-
-
-def test_prompt_and_answers_are_encoded_apart_and_a_finished_answer_ends_in_one_eos(tiny):
-    tokenizer = tiny[1]
-    pair = {"prompt": "The old be", "chosen": "ar was happy.", "rejected": " was sad.", "rejected_truncated": True}
-    (got,) = dpo.encode_pairs(tokenizer, [pair], 256)
-    plain = [tokenizer(pair[name], add_special_tokens=False).input_ids for name in ("prompt", "chosen", "rejected")]
-    assert got["prompt"] == plain[0], "the prompt's ids must be those that sampling sees, whatever follows"
-    assert got["chosen"] == plain[1] + [tokenizer.eos_token_id], "a finished answer ends in exactly one EOS"
-    assert got["rejected"] == plain[2], "an answer cut before its EOS gets none"
-    (spelled,) = dpo.encode_pairs(tokenizer, [pair | {"chosen": "ar was happy." + tokenizer.eos_token}], 256)
-    assert spelled["chosen"] == got["chosen"], "an EOS that the text spells out must not be doubled"
-
-
-def test_an_empty_answer_is_one_eos_token_with_a_finite_log_prob(tiny):
-    model, tokenizer = tiny
-    pair = {"prompt": "The old bear", "chosen": "", "rejected": " cried.", "chosen_truncated": True}
-    encoded = dpo.encode_pairs(tokenizer, [pair], 256)
-    assert encoded[0]["chosen"] == [tokenizer.eos_token_id], "also where the file says that it was cut off"
-    assert dpo.all_log_probs(model, encoded, dpo_options()).isfinite().all()
-
-
-def test_a_prompt_too_long_is_cut_from_the_left_the_same_for_both_answers_which_stay_whole(tiny):
-    prompt, short, long = "a " * 300, " good", " bad" * 20
-    (got,) = dpo.encode_pairs(tiny[1], [{"prompt": prompt, "chosen": short, "rejected": long}], 256)
-    (whole,) = dpo.encode_pairs(tiny[1], [{"prompt": prompt, "chosen": short, "rejected": long}], math.inf)
-    assert len(whole["prompt"]) >= 300 and (got["chosen"], got["rejected"]) == (whole["chosen"], whole["rejected"])
-    assert len(got["prompt"]) + len(got["rejected"]) == 256, "the prompt keeps all that the longer answer leaves"
-    assert got["prompt"] == whole["prompt"][-len(got["prompt"]) :], "the prompt is cut from the left"
-
-
-def test_a_pair_with_an_answer_longer_than_the_context_is_left_out(tiny):
-    fits, does_not = PAIRS[0], {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
-    assert dpo.encode_pairs(tiny[1], [does_not, fits], 256) == dpo.encode_pairs(tiny[1], [fits], 256)
-    (whole,) = dpo.encode_pairs(tiny[1], [fits], math.inf)
-    length = len(whole["rejected"])
-    assert length > len(whole["chosen"]) and dpo.encode_pairs(tiny[1], [fits], length) == [], "no room for a prompt"
-    assert dpo.encode_pairs(tiny[1], [fits], length + 1) == [whole | {"prompt": whole["prompt"][-1:]}], "room for one"
-
-
-@pytest.mark.parametrize("loss_type, temperature", [("sigmoid", 1.0), ("ipo", 1.0), ("sigmoid", 0.7)])
-def test_a_pairs_log_probs_are_those_of_its_answers_and_their_eos_alone_whatever_the_padding(
-    tiny, loss_type, temperature
-):
-    model, tokenizer = tiny
-    args = dpo_options(loss_type=loss_type, temperature=temperature, micro_batch_size=6)
-    encoded = dpo.encode_pairs(tokenizer, PAIRS, 256)
-    got = dpo.all_log_probs(model, encoded, args)
-    for i, pair in enumerate(encoded):
-        for which, name in enumerate(("chosen", "rejected")):
-            ids = torch.tensor([pair["prompt"] + pair[name]])
-            with torch.no_grad():
-                log_probs = (model(input_ids=ids).logits / temperature).log_softmax(-1)  # t predicts token t + 1
-            answer = range(len(pair["prompt"]), ids.shape[1])
-            values = torch.tensor([log_probs[0, t - 1, ids[0, t]] for t in answer])
-            expected = values.mean() if loss_type == "ipo" else values.sum()
-            assert got[which, i].item() == pytest.approx(expected.item(), abs=1e-4), f"pair {i}, {name}"
-
-
-def test_chosen_and_rejected_go_through_the_model_in_one_batch(tiny):
-    pairs = dpo.encode_pairs(tiny[1], PAIRS, 256)
-    with batch_sizes(tiny[0]) as sizes:
-        for size in (6, 1):
-            list(dpo.pair_log_probs(tiny[0], pairs, dpo_options(micro_batch_size=size)))
-    assert sizes == [6, 4] + [2] * 5, "3 pairs are 6 sequences, of 5 pairs 2 remain; a pair is never torn apart"
-
-
-def test_a_cut_off_answer_gains_no_eos_in_the_file_of_pairs_and_a_finished_one_has_exactly_one(
-    tiny, tmp_path, monkeypatch
-):
-    tokenizer = tiny[1]
-    texts = [" was sad and", " was happy."]
-    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    T = max(map(len, ids)) + 1
-    for cut_off in (0, 1):
-        answers = [answer + [2] * (i != cut_off) for i, answer in enumerate(ids)]
-        answers = torch.tensor([answer + [0] * (T - len(answer)) for answer in answers])
-        monkeypatch.setattr(dpo, "complete", lambda *_, answers=answers: (answers, None, torch.ones(2, T), texts, None))
-        made = dpo.make_pairs(None, tokenizer, ["A bear"], SimpleNamespace(num_generations=2, pairs_per_prompt=1))
-        (tmp_path / "pairs.jsonl").write_text(json.dumps(made[0]))
-        (pair,) = dpo.encode_pairs(tokenizer, dpo.read_pairs(tmp_path / "pairs.jsonl"), 256)
-        for i, name in enumerate(("rejected", "chosen")):
-            assert pair[name].count(2) == (i != cut_off), f"answer {cut_off} was cut off; {name}: {pair[name]}"
-
-
-def test_a_pair_is_the_happiest_and_the_gloomiest_answer_and_a_tie_makes_none(monkeypatch):
-    texts = [" so sad", " ran", " a happy friend", " glad", " ran", " sat", " ran", " sat"]
-    ids = torch.tensor([[7, 2], [7, 7], [7, 7], [7, 2]] + [[7, 2]] * 4)  # 2 is the EOS
-    monkeypatch.setattr(dpo, "complete", lambda *_: (ids, None, torch.ones(8, 2), texts, None))
-    tokenizer = SimpleNamespace(eos_token_id=2)
-    pairs = dpo.make_pairs(None, tokenizer, ["A bear", "A cat"], SimpleNamespace(num_generations=4, pairs_per_prompt=1))
-    assert pairs == [{"prompt": "A bear", "chosen": " a happy friend", "rejected": " so sad", "chosen_truncated": True}]
-    two, known = SimpleNamespace(num_generations=4, pairs_per_prompt=2), dpo.HELD_OUT_PROMPTS[0]
-    pairs = dpo.make_pairs(None, tokenizer, ["A bear", "A cat"], two)
-    assert [(pair["chosen"], pair["rejected"]) for pair in pairs] == [(" a happy friend", " so sad"), (" glad", " ran")]
-    assert len(dpo.make_pairs(None, tokenizer, [known, "A cat"], two)) == 1, "held out are best and worst alone"
-
-
-def test_no_prompt_is_both_trained_on_and_held_out():
-    own = [{"prompt": f"p{i % 25}"} for i in range(50)]
-    made = [{"prompt": prompt} for prompt in dpo.PROMPTS + dpo.HELD_OUT_PROMPTS]
-    for pairs in (own, made, own[:4], made[-16:]):  # the last: of HELD_OUT_PROMPTS alone
-        trained, held_out = ({pair["prompt"] for pair in part} for part in dpo.split_pairs(pairs))
-        assert not trained & held_out, "each prompt is on one side"
-        assert len(trained | held_out) == len({pair["prompt"] for pair in pairs}), "and none is lost"
-        assert len(held_out) >= 2 and trained, "a standard error takes two held-out pairs"
-    assert dpo.split_pairs(made)[1] == [{"prompt": prompt} for prompt in dpo.HELD_OUT_PROMPTS]
-    assert dpo.split_pairs(own[:3]) == (own[:3], []), "of three pairs none can be spared"
-
-
-def test_a_data_file_may_have_a_bom_crlf_blank_lines_and_line_separators_inside_a_text(tmp_path):
-    pairs = [{"prompt": "The bear", "chosen": " sat\u2028down\x85", "rejected": ""}, PAIRS[0] | {"more": [1]}]
-    lines = [json.dumps(pair, ensure_ascii=False) for pair in pairs]
-    (tmp_path / "pairs.jsonl").write_bytes(("\ufeff" + lines[0] + "\r\n\r\n \n" + lines[1]).encode())
-    assert dpo.read_pairs(tmp_path / "pairs.jsonl") == pairs
-
-
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        (b'{"prompt": "a", "chosen": "b"}', "'rejected'"),
-        (b'{"prompt": "a", "chosen": 3, "rejected": "c"}', "'chosen'"),
-        (b'{"prompt": " ", "chosen": "b", "rejected": "c"}', "prompt is blank"),
-        (b'["a", "b", "c"]', "it must be a JSON object"),
-        (b'{"prompt": "a"', "it must be a JSON object"),
-        (b'{"prompt": "\xff", "chosen": "b", "rejected": "c"}', "utf-8"),
-        (b'{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}', "surrogates"),
-    ],
-)
-def test_a_bad_line_of_a_data_file_is_named_with_its_number_and_what_is_wrong(tmp_path, capsys, line, said):
-    path = tmp_path / "pairs.jsonl"
-    path.write_bytes(b"\n" + json.dumps(PAIRS[0]).encode() + b"\n" + line + b"\n")
-    error = refused(capsys, dpo, "--model", "tiny_llama", "--data", str(path), "--out", str(tmp_path / "out"))
-    assert "line 3" in error and said in error
-
-
-# ---------------------------------------------------------------- dpo.py: training
-
-
-def test_the_first_step_of_training_starts_at_ln_2_with_a_gradient(tiny):
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(tiny[0], config).eval()
-    (record,) = dpo.train(model, dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options())
-    model.unload()
-    assert record["loss"].item() == pytest.approx(math.log(2), abs=1e-5)
-    assert record["rewards/margins"].item() == pytest.approx(0, abs=1e-5) and record["grad_norm"] > 0
-    names = {"loss", "grad_norm", "step", "samples", "logps/chosen", "logps/rejected"}
-    assert set(record) == names | {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
-
-
-def test_identical_answers_have_loss_ln_2_and_gradient_0(adapted, tiny):
-    pairs = dpo.encode_pairs(tiny[1], [{"prompt": "The bear", "chosen": " sat.", "rejected": " sat."}], 256)
-    (record,) = dpo.train(adapted, pairs, dpo_options(prompts_per_step=1))
-    assert record["loss"].item() == pytest.approx(math.log(2), abs=1e-6)
-    assert record["grad_norm"].item() == pytest.approx(0, abs=1e-5), "what both answers share cancels"
-
-
-class Table(torch.nn.Module):
-    """A model that is a table: TRL_BATCH's log-probs under the policy and, with the adapter off, the reference."""
-
-    def __init__(self):
-        super().__init__()
-        self.policy, self.reference = torch.nn.Parameter(torch.tensor(TRL_BATCH[:2])), torch.tensor(TRL_BATCH[2:])
-        self.on = True
-
-    @contextlib.contextmanager
-    def disable_adapter(self):
-        self.on = False
-        yield
-        self.on = True
-
-    def log_probs(self, pairs, args):
-        """What pair_log_probs yields, in an order of its own."""
-        for rows in torch.arange(len(pairs)).flip(0).split(max(1, args.micro_batch_size // 2)):
-            yield rows.tolist(), (self.policy if self.on else self.reference)[:, [pairs[i] for i in rows]]
-
-
-def test_the_metrics_of_a_pair_are_its_rewards_and_log_probs():
-    # beta 0.5: rewards 0.5 x (-4 + 5) = 0.5 and 0.5 x (-8 + 7) = -0.5; then twice the reference's own: 0 and 0, a tie
-    log_probs, ref = torch.tensor([[-4.0, -5.0], [-8.0, -7.0]]), torch.tensor([[-5.0, -5.0], [-7.0, -7.0]])
-    got = dpo.pair_metrics(log_probs.requires_grad_(), ref, dpo_options(beta=0.5))
-    expected = {"rewards/chosen": [0.5, 0], "rewards/rejected": [-0.5, 0], "rewards/margins": [1, 0]}
-    expected |= {"rewards/accuracies": [1, 0], "logps/chosen": [-4, -5], "logps/rejected": [-8, -7]}
-    expected |= {"loss": [0.313262, 0.693147]}  # -log sigmoid(1), ln 2
-    assert set(got) == set(expected)
-    for name, values in expected.items():
-        assert near(got[name], values), name
-        assert got[name].requires_grad == (name == "loss"), f"{name}: only the loss has a gradient"
-
-
-@pytest.mark.parametrize("size", [10, 4, 1])  # all five pairs at once; two, two, one; one at a time
-@pytest.mark.parametrize("loss_type, more", [(name, more) for name, more, *_ in TRL])
-def test_any_split_into_micro_batches_has_the_gradient_of_the_batch_in_every_loss_type(
-    monkeypatch, loss_type, more, size
-):
-    plain_sgd(monkeypatch)
-    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
-    model, args = Table(), dpo_options(loss_type=loss_type, micro_batch_size=size, learning_rate=0.5, **more)
-    losses, *grads = dpo_grads(*TRL_BATCH, loss_type=loss_type, **more)
-    (record,) = dpo.train(model, range(5), args)
-    grad = torch.stack(grads)
-    step = -0.5 * grad * min(1, 1 / grad.norm().item())  # the gradient is clipped to norm 1
-    moved = model.policy.detach() - torch.tensor(TRL_BATCH[:2])
-    assert torch.allclose(moved.double(), step, rtol=1e-4, atol=1e-5), "the split changed the gradient"
-    assert record["loss"].item() == pytest.approx(losses.mean().item(), rel=1e-5), "the mean over the batch's pairs"
-    assert record["grad_norm"].item() == pytest.approx(grad.norm().item(), rel=1e-4)
-
-
-def test_two_steps_of_dpo_are_two_steps_of_gradient_descent(monkeypatch):
-    # A second step from where the first one led, with a gradient of its own: nothing of the first is left in it.
-    plain_sgd(monkeypatch)
-    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
-    model, policy = Table(), TRL_BATCH[:2]
-    records = list(dpo.train(model, range(5), dpo_options(steps=2, learning_rate=5.0, micro_batch_size=4)))
-    for record in records:
-        losses, *grads = dpo_grads(*policy, *TRL_BATCH[2:])
-        assert record["loss"].item() == pytest.approx(losses.mean().item(), rel=1e-5)
-        policy = [(torch.tensor(x) - 5.0 * grad).tolist() for x, grad in zip(policy, grads, strict=True)]
-    assert torch.allclose(model.policy.detach(), torch.tensor(policy), atol=1e-4)
-    assert [record["samples"] for record in records] == [10, 20], "two answers a pair"
-
-
-def test_a_step_on_a_model_has_the_gradient_of_the_mean_loss(tiny, adapted, monkeypatch):
-    plain_sgd(monkeypatch)
-    pairs, start = dpo.encode_pairs(tiny[1], PAIRS, 256), values_of(trained_parameters(adapted))
-    with adapted.disable_adapter():
-        ref = dpo.all_log_probs(adapted, pairs, dpo_options())
-    ((rows, new),) = dpo.pair_log_probs(adapted, pairs, dpo_options())
-    mean = dpo.dpo_loss(*new, *ref[:, rows])[0].mean()
-    grad = torch.cat([g.flatten() for g in torch.autograd.grad(mean, trained_parameters(adapted))])
-    (record,) = dpo.train(adapted, pairs, dpo_options(micro_batch_size=4))
-    step = -0.1 * grad * min(1, 1 / grad.norm())
-    assert (values_of(trained_parameters(adapted)) - start - step).norm() < 1e-3 * step.norm(), "two, two and one pair"
-    expected = (mean.item(), grad.norm().item())
-    assert (record["loss"].item(), record["grad_norm"].item()) == pytest.approx(expected, rel=1e-3)
-
-
-def test_held_out_pairs_are_judged_against_the_reference(tiny, adapted):
-    pairs = dpo.encode_pairs(tiny[1], PAIRS, 256)
-    got = dpo.evaluate_pairs(adapted, pairs, dpo_options())
-    new = dpo.all_log_probs(adapted, pairs, dpo_options())
-    with adapted.disable_adapter():
-        ref = dpo.all_log_probs(adapted, pairs, dpo_options())
-    for name, values in dpo.pair_metrics(new, ref, dpo_options()).items():
-        assert got[name] == dpo.estimate(values.tolist()) and got[name]["n"] == 5, name
-    assert got["rewards/margins"]["mean"] != 0, "the adapter is off zero, so the policy is not the reference"
-
-
-def test_the_reference_is_run_once_before_training_and_kept(monkeypatch):
-    model, switched_off, seen, loss = Table(), [], [], dpo.dpo_loss
-    disable = model.disable_adapter
-    monkeypatch.setattr(model, "disable_adapter", lambda: switched_off.append(1) or disable())
-    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
-    monkeypatch.setattr(dpo, "dpo_loss", lambda *a, **k: seen.append(torch.stack(a[2:]).sort().values) or loss(*a, **k))
-    assert len(list(dpo.train(model, range(5), dpo_options(steps=3)))) == 3
-    assert len(switched_off) == 1, "one reference pass, none in the loop"
-    expected = torch.tensor(TRL_BATCH[2:]).sort().values
-    assert seen and all(torch.equal(ref, expected) for ref in seen), "the reference moved"
-
-
-def test_training_lowers_the_loss_and_each_pair_has_its_turn_before_any_comes_again(monkeypatch):
-    # The five losses start at 0.53 to 0.78. Three turns in steps of 1 or more widen each margin by 6, x = 0.1 h by 0.6:
-    # before its fourth turn no pair costs more than 0.51.
-    model, batches = Table(), []
-
-    def log_probs(model, pairs, args):
-        batches.append(pairs)
-        return model.log_probs(pairs, args)
-
-    monkeypatch.setattr(dpo, "pair_log_probs", log_probs)
-    records = list(dpo.train(model, range(5), dpo_options(steps=10, prompts_per_step=2, learning_rate=1.0)))
-    order = [pair for batch in batches[1:] for pair in batch]  # the first is the reference's pass
-    assert all(sorted(order[i : i + 5]) == list(range(5)) for i in range(0, 20, 5)), "not every pair had its turn"
-    last, first = (sum(record["loss"] for record in part) for part in (records[-2:], records[:2]))
-    assert last < first, "the last two batches cost less than the first two"
-
-
-def test_a_loss_of_dpo_that_is_not_finite_stops_training_and_names_the_step(tiny, adapted, monkeypatch):
-    steps = dpo.train(adapted, dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(steps=3))
-    assert next(steps)["step"] == 1
-    real = dpo.dpo_loss
-    monkeypatch.setattr(dpo, "dpo_loss", lambda *args, **more: [x * math.nan for x in real(*args, **more)])
-    with pytest.raises(FloatingPointError, match="step 2"):
-        next(steps)
-
-
-@pytest.mark.parametrize(
-    "argv, said",
-    [
-        (["--loss-type", "dpo"], "discopop"),
-        (["--loss-type", "hinge", "--label-smoothing", "0.1"], "label_smoothing"),
-        (["--label-smoothing", "0.5"], "below 0.5"),
-        (["--f-divergence-type", "kl"], "js_divergence"),
-        (["--beta", "0"], "beta"),
-        (["--num-generations", "1"], "--num-generations"),
-        (["--pairs-per-prompt", "5"], "--pairs-per-prompt"),
-        (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--data", os.devnull], "no pairs"),
-        (["--data", "a.jsonl", "--prompts", "b.txt"], "--prompts"),
-    ],
-)
-def test_bad_options_of_dpo_end_in_one_sentence_before_any_training(tmp_path, capsys, argv, said):
-    assert said in refused(capsys, dpo, "--model", "tiny_llama", "--out", str(tmp_path / "out"), *argv)
-
-
-def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(dpo, "evaluate", lambda *args: ({}, []))  # to be quick
-    path = tmp_path / "pairs.jsonl"
-    long = {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS + [long]), encoding="utf-8")
-    few = ["--steps", "1", "--prompts-per-step", "2", "--max-completion-length", "8", "--reference-free"]
-    summary = dpo.main(["--model", "tiny_llama", "--data", str(path), *few, "--out", str(tmp_path / "out")])
-    printed = capsys.readouterr().out
-    assert "3 pairs to train on, 2 held out; 1 left out" in printed
-    for name, who in (("logps/chosen", "the chosen answers"), ("logps/rejected", "the rejected ones")):  # B16
-        change = summary[f"{name}_after"]["mean"] - summary[f"{name}_before"]["mean"]
-        assert f"{who} {'rose' if change > 0 else 'fell'} by {abs(change):.3f}" in printed and change != 0
-    assert summary["steps"] == 1 and summary["rewards/accuracies_after"]["n"] == 2
-    assert dpo.read_pairs(tmp_path / "out" / "pairs.jsonl") == PAIRS + [long]
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-
-
-def test_a_run_on_the_pairs_that_a_run_has_made_is_the_same_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(dpo, "HELD_OUT_PROMPTS", dpo.HELD_OUT_PROMPTS[:2])  # to be quick
-    monkeypatch.setattr(dpo, "evaluate", lambda *args: ({}, []))
-    monkeypatch.setattr(dpo, "happiness", len)  # short answers would tie
-    few = ["--steps", "2", "--prompts-per-step", "2", "--pairs", "4", "--num-generations", "3", "--seed", "5"]
-    few += ["--model", "tiny_llama", "--device", "cpu", "--max-completion-length", "4"]
-    made = dpo.main([*few, "--out", str(tmp_path / "made")])
-    files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
-    read = dpo.main([*few, "--data", str(tmp_path / "made" / "pairs.jsonl"), "--out", str(tmp_path / "made")])
-    for name in ("pairs.jsonl", "metrics.jsonl", "adapter_model.safetensors"):
-        assert (tmp_path / "made" / name).read_bytes() == files[name], f"{name} differs"
-    names = {"seconds", "peak_memory_mb", "options"}
-    assert {k: v for k, v in made.items() if k not in names} == {k: v for k, v in read.items() if k not in names}
-
-
 # ================================================================ reward_model.py
 
 
@@ -3110,6 +2537,579 @@ def test_the_actor_that_ppo_has_judged_is_the_one_it_leaves_for_peft(tmp_path, s
     saved = PeftModel.from_pretrained(ppo.load(settings())[0], tmp_path / "ppo").eval()
     close(judge(saved)[0]["log_prob"]["mean"], after, "the actor that was judged is the one saved", 1e-5)
     assert abs(after - before) > 0.01, "and it has learned something"
+
+
+# ================================================================ dpo.py
+
+LOSSES = ["sigmoid", "robust", "exo_pair", "hinge", "ipo", "bco_pair", "sppo_hard", "nca_pair", "aot_pair", "aot"]
+LOSSES += ["apo_zero", "apo_down", "discopop"]
+DIVERGENCES = ["reverse_kl", "js_divergence", "alpha_divergence"]
+
+
+def dpo_grads(chosen, rejected, ref_chosen, ref_rejected, **options):
+    """(losses, gradient of their mean to chosen, to rejected), in float64."""
+    chosen, rejected, *ref = torch.tensor([chosen, rejected, ref_chosen, ref_rejected], dtype=torch.float64)
+    losses, _, _ = dpo.dpo_loss(chosen.requires_grad_(), rejected.requires_grad_(), *ref, **options)
+    losses.mean().backward()
+    return losses.detach(), chosen.grad, rejected.grad
+
+
+def dpo_options(**changes):
+    """The part of the command line's arguments that training on pairs reads."""
+    values = dict(device=torch.device("cpu"), temperature=1.0, micro_batch_size=64, prompts_per_step=5, steps=1)
+    values |= dict(learning_rate=0.1, beta=0.1, loss_type="sigmoid", label_smoothing=0.0, reference_free=False)
+    return SimpleNamespace(**(values | dict(f_divergence_type="reverse_kl") | changes))
+
+
+@pytest.fixture
+def adapted(tiny):
+    """tiny_llama with an adapter that is off zero, so that policy and reference differ."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny[0], config).eval()
+    yield model
+    model.unload()
+
+
+PAIRS = [
+    {"prompt": "Once upon a time there was a cat who", "chosen": " was happy.", "rejected": " was sad and cold."},
+    {"prompt": "The old bear", "chosen": " loved to sing and dance with his good friends.", "rejected": " cried."},
+    {"prompt": "One day a young girl", "chosen": " smiled.", "rejected": " fell into the dark, cold river."},
+    {"prompt": "Every morning the tired farmer went out and", "chosen": " laughed.", "rejected": " was hurt."},
+    {"prompt": "In the forest", "chosen": " it was warm.", "rejected": " it was dark and there was no one at all."},
+]
+
+
+# ---------------------------------------------------------------- dpo.py: sequence_log_probs
+
+
+def test_B14_a_sequences_log_prob_is_the_sum_over_its_mask_and_ipos_is_the_mean():
+    log_probs = torch.tensor([[-1.0, -2.0, -4.0], [-3.0, -9.0, -9.0], [-7.0, -7.0, -7.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    # -1 - 2 - 4 = -7, / 3 = -2.333333; one token: -3 either way; no token: 0
+    assert dpo.sequence_log_probs(log_probs, mask).tolist() == [-7, -3, 0], "the sum over the mask"
+    mean = dpo.sequence_log_probs(log_probs, mask, average=True)
+    assert torch.allclose(mean, torch.tensor([-7 / 3, -3, 0])), "average divides by the number of tokens, not by T"
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e4])
+@pytest.mark.parametrize("average", [False, True])
+def test_what_stands_under_mask_0_has_no_influence_on_a_sequences_log_prob(garbage, average):
+    log_probs = torch.tensor([[-1.0, garbage, -2.0], [garbage] * 3], requires_grad=True)
+    total = dpo.sequence_log_probs(log_probs, torch.tensor([[1, 0, 1], [0, 0, 0]]), average)
+    total.sum().backward()
+    share = 0.5 if average else 1.0
+    assert total.tolist() == [-3 * share, 0], "a masked token reached the value"
+    assert log_probs.grad.tolist() == [[share, 0, share], [0, 0, 0]], "a masked token reached the gradient"
+
+
+# ---------------------------------------------------------------- dpo.py: dpo_loss
+
+
+def test_B14_at_the_start_the_loss_is_ln_2_the_margin_0_and_the_gradient_is_not_0():
+    start = torch.tensor([-20.0, -31.0]), torch.tensor([-25.0, -30.0])
+    losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(*start, *start)
+    assert torch.allclose(losses, torch.tensor(math.log(2))), "policy = reference: -log sigmoid(0) = ln 2"
+    assert (chosen_rewards == 0).all() and (rejected_rewards == 0).all(), "policy = reference: no reward, no margin"
+    # d/dc -log sigmoid(beta (c - r)) = -beta sigmoid(-beta (c - r)) = -0.1 x 0.5 at 0
+    _, to_chosen, to_rejected = dpo_grads([-20.0], [-25.0], [-20.0], [-25.0])
+    assert to_chosen.item() == pytest.approx(-0.05), "the step must make the chosen answer more likely"
+    assert to_rejected.item() == pytest.approx(0.05), "the step must make the rejected answer less likely"
+
+
+def test_B15_label_smoothing_mixes_in_the_loss_with_the_sign_turned():
+    # log-ratios +1 and -1, beta 0.1: x = 0.2; -log sigmoid(0.2) = 0.598139, -log sigmoid(-0.2) = 0.798139
+    # s = 0.1: 0.9 x 0.598139 + 0.1 x 0.798139 = 0.618139
+    at = [-4.0], [-8.0], [-5.0], [-7.0]
+    assert dpo_grads(*at)[0].item() == pytest.approx(0.598139, abs=1e-6), "L(x) = -log sigmoid(x), x = beta (c - r)"
+    assert dpo_grads(*at, label_smoothing=0.1)[0].item() == pytest.approx(0.618139, abs=1e-6), "(1 - s) L(x) + s L(-x)"
+
+
+def test_B16_the_loss_falls_although_the_chosen_answer_has_become_half_as_likely():
+    # reference 0.6 / 0.3, policy 0.3 / 0.1: chosen over rejected rises from 2 to 3; -log sigmoid(ln 3 - ln 2) = ln(5/3)
+    policy, reference = [[math.log(0.3)], [math.log(0.1)]], [[math.log(0.6)], [math.log(0.3)]]
+    loss = dpo_grads(*policy, *reference, beta=1.0)[0].item()
+    assert loss == pytest.approx(math.log(5 / 3)) == pytest.approx(0.510826, abs=1e-6)
+    assert loss < dpo_grads(*reference, *reference, beta=1.0)[0].item(), "the margin grew, so the loss must fall"
+
+
+# c = 0.4, r = -0.8, beta = 0.5:  beta c = 0.2, beta r = -0.4, beta h = x = 0.6, 1 / (2 beta) = 1, d = -0.1
+# sigmoid(0.6) = 0.645656, L(0.6) = 0.437488, L(-0.6) = 1.037488
+BY_HAND = [  # loss_type, options, loss, gradient to chosen, gradient to rejected
+    ("sigmoid", {}, 0.437488, -0.177172, 0.177172),  # L(0.6); -0.5 x 0.354344
+    ("sigmoid", {"label_smoothing": 0.1}, 0.497488, -0.127172, 0.127172),  # 0.9 x 0.437488 + 0.1 x 1.037488
+    ("robust", {"label_smoothing": 0.1}, 0.362488, -0.239672, 0.239672),  # (0.393739 - 0.103749) / 0.8
+    ("robust", {}, 0.437488, -0.177172, 0.177172),  # without smoothing it is sigmoid
+    # 0.645656 (-0.437488 - log 0.9) + 0.354344 (-1.037488 - log 0.1)
+    ("exo_pair", {"label_smoothing": 0.1}, 0.233839, -0.182710, 0.182710),
+    ("exo_pair", {}, 1.798271, -0.721443, 0.721443),  # the same with 0.999 and 0.001
+    ("hinge", {}, 0.4, -0.5, 0.5),  # 1 - 0.6
+    ("ipo", {}, 0.04, 0.4, -0.4),  # (1.2 - 1)^2; 2 x 0.2: beyond its aim, ipo pulls the margin back
+    ("bco_pair", {}, 1.108710, -0.212779, 0.212779),  # L(0.2 + 0.1) + L(-0.1 + 0.4) = 2 x 0.554355
+    ("sppo_hard", {}, 0.4, -1.2, 0.4),  # (0.4 - 1)^2 + (-0.8 + 1)^2
+    ("nca_pair", {}, 1.253716, -0.087625, 0.100328),  # 0.598139 + 0.798139 / 2 + L(0.4) / 2 = 0.513015 / 2
+    ("aot_pair", {}, 0.437488, -0.177172, 0.177172),  # of one pair there is nothing to sort: sigmoid
+    ("aot", {"label_smoothing": 0.1}, 0.497488, -0.127172, 0.127172),
+    ("apo_zero", {}, 0.851478, -0.123758, 0.120130),  # 1 - 0.549834 + 0.401312
+    ("apo_down", {}, 0.904178, 0.009366, 0.114392),  # 0.549834 + 1 - 0.645656: it lowers the chosen one, too
+    ("discopop", {}, 0.548811, -0.274398, 0.274398),  # m = sigmoid(0.6 / 0.05) = 0.999994: nearly exp(-0.6)
+    ("discopop", {"discopop_tau": 1.0}, 0.509365, -0.227217, 0.227217),  # 0.354344 x 0.437488 + 0.645656 x 0.548812
+    # log sigmoid(0.4) - log sigmoid(-0.8) = -0.513015 + 1.171101; L(0.5 x 0.658085)
+    ("sigmoid", {"f_divergence_type": "js_divergence"}, 0.542099, -0.083969, 0.144368),
+    # -exp(-0.4) + exp(0.8) = 1.555221; L(0.5 x 1.555221)
+    ("sigmoid", {"f_divergence_type": "alpha_divergence"}, 0.378096, -0.105520, 0.350339),
+    # (exp(0.4) - exp(-0.2)) / 0.5 = 1.346188; L(0.5 x 1.346188)
+    ("sigmoid", {"f_divergence_type": "alpha_divergence", "alpha_divergence_coef": 0.5}, 0.412194, -0.138285, 0.251972),
+]
+
+
+@pytest.mark.parametrize("loss_type, more, expected", [(name, more, values) for name, more, *values in BY_HAND])
+def test_B17_every_loss_type_has_its_value_and_gradient_at_a_point_computed_by_hand(loss_type, more, expected):
+    got = dpo_grads([-9.6], [-13.8], [-10.0], [-13.0], beta=0.5, loss_type=loss_type, **more)
+    assert [x.item() for x in got] == pytest.approx(expected, abs=1e-6), f"{loss_type} {more}: loss, two gradients"
+
+
+# Mean loss and the first pair's two gradients as TRL 0.19.0's DPOTrainer.dpo_loss computes them, beta = 0.1.
+TRL_BATCH = [
+    [-23.254548, -14.761404, -19.234497, -13.724378, -14.669179],
+    [-26.472830, -13.957092, -22.699049, -14.806365, -14.385941],
+    [-22.234396, -14.362754, -17.652940, -13.518250, -16.909944],
+    [-21.878974, -15.308825, -22.237824, -15.329405, -13.116364],
+]
+TRL = [
+    ("sigmoid", {"label_smoothing": 0.1}, 0.6727263, -0.00623193, 0.00623193),
+    ("sigmoid", {"reference_free": True}, 0.63241287, -0.00840461, 0.00840461),
+    ("sigmoid", {"f_divergence_type": "js_divergence"}, 0.66807712, -0.00615678, 0.00829268),
+    ("sigmoid", {"f_divergence_type": "alpha_divergence"}, 0.57755642, -0.00000372, 0.00013257),
+    ("robust", {"label_smoothing": 0.1}, 0.65704756, -0.01073193, 0.01073193),
+    ("exo_pair", {}, 2.65061611, -0.03172322, 0.03172322),
+    ("hinge", {}, 0.93031673, -0.02, 0.02),
+    ("ipo", {}, 24.02057904, -0.57051866, 0.57051866),
+    ("bco_pair", {}, 1.3591322, -0.01023925, 0.00800113),
+    ("sppo_hard", {}, 49.79033045, -2.40806091, 0.16245776),
+    ("nca_pair", {}, 1.37526056, -0.00576445, 0.00387132),
+    ("aot_pair", {"label_smoothing": 0.1}, 0.66788079, -0.00787529, 0.00650514),
+    ("aot", {"label_smoothing": 0.1}, 0.66831367, -0.0072976, 0.0072976),
+    ("apo_zero", {}, 0.98299832, -0.00498701, 0.00474521),
+    ("apo_down", {}, 0.97806116, 0.00014332, 0.0048437),
+    ("discopop", {}, 0.75622872, -0.01393258, 0.01393258),
+]
+
+
+@pytest.mark.parametrize("loss_type, more, expected", [(name, more, values) for name, more, *values in TRL])
+def test_B17_every_loss_type_computes_what_trl_computes_on_a_batch(loss_type, more, expected):
+    losses, grad_chosen, grad_rejected = dpo_grads(*TRL_BATCH, loss_type=loss_type, **more)
+    got = [losses.mean().item(), grad_chosen[0].item(), grad_rejected[0].item()]
+    assert got == pytest.approx(expected, rel=2e-6, abs=1e-7), f"{loss_type} {more}: loss, two gradients"
+
+
+def test_hinge_is_0_beyond_a_margin_of_1():
+    # beta h = 0.5 x (3 + 1) = 2: 1 - 2 < 0, so the loss is 0 and so is the gradient
+    got = dpo_grads([-7.0], [-14.0], [-10.0], [-13.0], beta=0.5, loss_type="hinge")
+    assert [x.item() for x in got] == [0, 0, 0], "loss, gradient to chosen, to rejected"
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_reference_free_is_the_same_as_zeros_for_both_reference_log_probs(loss_type):
+    batch = torch.tensor(TRL_BATCH)
+    free = dpo.dpo_loss(*batch, loss_type=loss_type, reference_free=True)
+    zeros = dpo.dpo_loss(*batch[:2], torch.zeros(5), torch.zeros(5), loss_type=loss_type)
+    for name, a, b in zip(("losses", "chosen_rewards", "rejected_rewards"), free, zeros, strict=True):
+        assert torch.equal(a, b), f"{name} of {loss_type} still know the reference"
+
+
+def test_rewards_are_beta_times_the_log_ratio_and_carry_no_gradient():
+    chosen = torch.tensor([-3.0, -6.0], requires_grad=True)
+    _, good, bad = dpo.dpo_loss(chosen, chosen - 5, torch.tensor([-4.0, -4.0]), torch.tensor([-8.0, -8.5]), beta=0.5)
+    # 0.5 x (-3 + 4, -6 + 4); 0.5 x (-8 + 8, -11 + 8.5)
+    assert good.tolist() == [0.5, -1] and bad.tolist() == [0, -1.25], "reward = beta (policy - reference)"
+    assert not good.requires_grad and not bad.requires_grad, "rewards are for looking at: detached"
+
+
+def test_bco_pairs_baseline_carries_no_gradient():
+    # d/dc L(beta c - d) + L(d - beta r) with d held fixed: -beta sigmoid(d - beta c), / 2 for the mean of two pairs.
+    # beta = 1, c = 1, 2, r = 0, -1: d = 2 / 4 = 0.5; -sigmoid(-0.5) / 2 = -0.188771
+    _, to_chosen, _ = dpo_grads([1.0, 2.0], [0.0, -1.0], [0.0, 0.0], [0.0, 0.0], beta=1.0, loss_type="bco_pair")
+    assert to_chosen[0].item() == pytest.approx(-0.188771, abs=1e-6), "the mean of the rewards must be detached"
+
+
+@pytest.mark.parametrize(
+    "loss_type, divergence",
+    [(name, "reverse_kl") for name in LOSSES] + [(name, f) for name in LOSSES[:5] for f in DIVERGENCES[1:]],
+)
+def test_dpo_at_log_ratios_of_200_gives_finite_losses_and_gradients_in_float32(loss_type, divergence):
+    chosen, rejected = torch.tensor([200.0, -200, 200, -200, 0]), torch.tensor([200.0, 200, -200, -200, 0])
+    chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
+    for beta, tau in ((0.1, 0.05), (1.0, 5.0)):
+        kind = {"loss_type": loss_type, "f_divergence_type": divergence, "beta": beta, "discopop_tau": tau}
+        losses, _, _ = dpo.dpo_loss(chosen, rejected, torch.zeros(5), torch.zeros(5), **kind)
+        grads = torch.autograd.grad(losses.sum(), (chosen, rejected))
+        assert losses.isfinite().all(), f"{loss_type} overflows"
+        assert all(grad.isfinite().all() for grad in grads), f"the gradient of {loss_type} overflows"
+
+
+def test_exponents_of_dpo_are_at_most_40():
+    # alpha: f(-100) = -e^40, f(0) = -1, hinge 1 - (1 - e^40) = e^40. discopop: x = -100, m = sigmoid(-0.1) = 0.475021
+    zero, far, e = row(0)[0], row(-100)[0], math.exp(40)
+    kind = {"beta": 1.0, "loss_type": "hinge", "f_divergence_type": "alpha_divergence"}
+    assert near(dpo.dpo_loss(far, zero, zero, zero, **kind)[0] / e, 1), "f of alpha_divergence"
+    losses, _, _ = dpo.dpo_loss(far, zero, zero, zero, beta=1.0, loss_type="discopop", discopop_tau=1000.0)
+    assert near(losses / e, 0.475021), "exp(-x) of discopop"
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"loss_type": "dpo"}, "discopop"),
+        ({"f_divergence_type": "kl"}, "js_divergence"),
+        ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"label_smoothing": -0.1}, "at least 0"),
+        ({"beta": 0.0}, "above 0"),
+        *[({"loss_type": name, "label_smoothing": 0.1}, "robust") for name in LOSSES[3:8] + LOSSES[10:]],
+        *[({"loss_type": name, "f_divergence_type": "js_divergence"}, "hinge") for name in LOSSES[5:]],
+    ],
+)
+def test_an_option_that_is_unknown_out_of_range_or_not_read_is_refused(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        dpo.dpo_loss(*torch.zeros(4, 2), **wrong)
+
+
+# ---------------------------------------------------------------- dpo.py: pairs
+
+
+def test_prompt_and_answers_are_encoded_apart_and_a_finished_answer_ends_in_one_eos(tiny):
+    tokenizer = tiny[1]
+    pair = {"prompt": "The old be", "chosen": "ar was happy.", "rejected": " was sad.", "rejected_truncated": True}
+    (got,) = dpo.encode_pairs(tokenizer, [pair], 256)
+    plain = [tokenizer(pair[name], add_special_tokens=False).input_ids for name in ("prompt", "chosen", "rejected")]
+    assert got["prompt"] == plain[0], "the prompt's ids must be those that sampling sees, whatever follows"
+    assert got["chosen"] == plain[1] + [tokenizer.eos_token_id], "a finished answer ends in exactly one EOS"
+    assert got["rejected"] == plain[2], "an answer cut before its EOS gets none"
+    (spelled,) = dpo.encode_pairs(tokenizer, [pair | {"chosen": "ar was happy." + tokenizer.eos_token}], 256)
+    assert spelled["chosen"] == got["chosen"], "an EOS that the text spells out must not be doubled"
+
+
+def test_an_empty_answer_is_one_eos_token_with_a_finite_log_prob(tiny):
+    model, tokenizer = tiny
+    pair = {"prompt": "The old bear", "chosen": "", "rejected": " cried.", "chosen_truncated": True}
+    encoded = dpo.encode_pairs(tokenizer, [pair], 256)
+    assert encoded[0]["chosen"] == [tokenizer.eos_token_id], "also where the file says that it was cut off"
+    assert dpo.all_log_probs(model, encoded, dpo_options()).isfinite().all()
+
+
+def test_a_prompt_too_long_is_cut_from_the_left_the_same_for_both_answers_which_stay_whole(tiny):
+    prompt, short, long = "a " * 300, " good", " bad" * 20
+    (got,) = dpo.encode_pairs(tiny[1], [{"prompt": prompt, "chosen": short, "rejected": long}], 256)
+    (whole,) = dpo.encode_pairs(tiny[1], [{"prompt": prompt, "chosen": short, "rejected": long}], math.inf)
+    assert len(whole["prompt"]) >= 300 and (got["chosen"], got["rejected"]) == (whole["chosen"], whole["rejected"])
+    assert len(got["prompt"]) + len(got["rejected"]) == 256, "the prompt keeps all that the longer answer leaves"
+    assert got["prompt"] == whole["prompt"][-len(got["prompt"]) :], "the prompt is cut from the left"
+
+
+def test_a_pair_with_an_answer_longer_than_the_context_is_left_out(tiny):
+    fits, does_not = PAIRS[0], {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
+    assert dpo.encode_pairs(tiny[1], [does_not, fits], 256) == dpo.encode_pairs(tiny[1], [fits], 256)
+    (whole,) = dpo.encode_pairs(tiny[1], [fits], math.inf)
+    length = len(whole["rejected"])
+    assert length > len(whole["chosen"]) and dpo.encode_pairs(tiny[1], [fits], length) == [], "no room for a prompt"
+    assert dpo.encode_pairs(tiny[1], [fits], length + 1) == [whole | {"prompt": whole["prompt"][-1:]}], "room for one"
+
+
+@pytest.mark.parametrize("loss_type, temperature", [("sigmoid", 1.0), ("ipo", 1.0), ("sigmoid", 0.7)])
+def test_a_pairs_log_probs_are_those_of_its_answers_and_their_eos_alone_whatever_the_padding(
+    tiny, loss_type, temperature
+):
+    model, tokenizer = tiny
+    args = dpo_options(loss_type=loss_type, temperature=temperature, micro_batch_size=6)
+    encoded = dpo.encode_pairs(tokenizer, PAIRS, 256)
+    got = dpo.all_log_probs(model, encoded, args)
+    for i, pair in enumerate(encoded):
+        for which, name in enumerate(("chosen", "rejected")):
+            ids = torch.tensor([pair["prompt"] + pair[name]])
+            with torch.no_grad():
+                log_probs = (model(input_ids=ids).logits / temperature).log_softmax(-1)  # t predicts token t + 1
+            answer = range(len(pair["prompt"]), ids.shape[1])
+            values = torch.tensor([log_probs[0, t - 1, ids[0, t]] for t in answer])
+            expected = values.mean() if loss_type == "ipo" else values.sum()
+            assert got[which, i].item() == pytest.approx(expected.item(), abs=1e-4), f"pair {i}, {name}"
+
+
+def test_chosen_and_rejected_go_through_the_model_in_one_batch(tiny):
+    pairs = dpo.encode_pairs(tiny[1], PAIRS, 256)
+    with batch_sizes(tiny[0]) as sizes:
+        for size in (6, 1):
+            list(dpo.pair_log_probs(tiny[0], pairs, dpo_options(micro_batch_size=size)))
+    assert sizes == [6, 4] + [2] * 5, "3 pairs are 6 sequences, of 5 pairs 2 remain; a pair is never torn apart"
+
+
+def test_a_cut_off_answer_gains_no_eos_in_the_file_of_pairs_and_a_finished_one_has_exactly_one(
+    tiny, tmp_path, monkeypatch
+):
+    tokenizer = tiny[1]
+    texts = [" was sad and", " was happy."]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    T = max(map(len, ids)) + 1
+    for cut_off in (0, 1):
+        answers = [answer + [2] * (i != cut_off) for i, answer in enumerate(ids)]
+        answers = torch.tensor([answer + [0] * (T - len(answer)) for answer in answers])
+        monkeypatch.setattr(dpo, "complete", lambda *_, answers=answers: (answers, None, torch.ones(2, T), texts, None))
+        made = dpo.make_pairs(None, tokenizer, ["A bear"], SimpleNamespace(num_generations=2, pairs_per_prompt=1))
+        (tmp_path / "pairs.jsonl").write_text(json.dumps(made[0]))
+        (pair,) = dpo.encode_pairs(tokenizer, dpo.read_pairs(tmp_path / "pairs.jsonl"), 256)
+        for i, name in enumerate(("rejected", "chosen")):
+            assert pair[name].count(2) == (i != cut_off), f"answer {cut_off} was cut off; {name}: {pair[name]}"
+
+
+def test_a_pair_is_the_happiest_and_the_gloomiest_answer_and_a_tie_makes_none(monkeypatch):
+    texts = [" so sad", " ran", " a happy friend", " glad", " ran", " sat", " ran", " sat"]
+    ids = torch.tensor([[7, 2], [7, 7], [7, 7], [7, 2]] + [[7, 2]] * 4)  # 2 is the EOS
+    monkeypatch.setattr(dpo, "complete", lambda *_: (ids, None, torch.ones(8, 2), texts, None))
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    pairs = dpo.make_pairs(None, tokenizer, ["A bear", "A cat"], SimpleNamespace(num_generations=4, pairs_per_prompt=1))
+    assert pairs == [{"prompt": "A bear", "chosen": " a happy friend", "rejected": " so sad", "chosen_truncated": True}]
+    two, known = SimpleNamespace(num_generations=4, pairs_per_prompt=2), dpo.HELD_OUT_PROMPTS[0]
+    pairs = dpo.make_pairs(None, tokenizer, ["A bear", "A cat"], two)
+    assert [(pair["chosen"], pair["rejected"]) for pair in pairs] == [(" a happy friend", " so sad"), (" glad", " ran")]
+    assert len(dpo.make_pairs(None, tokenizer, [known, "A cat"], two)) == 1, "held out are best and worst alone"
+
+
+def test_no_prompt_is_both_trained_on_and_held_out():
+    own = [{"prompt": f"p{i % 25}"} for i in range(50)]
+    made = [{"prompt": prompt} for prompt in dpo.PROMPTS + dpo.HELD_OUT_PROMPTS]
+    for pairs in (own, made, own[:4], made[-16:]):  # the last: of HELD_OUT_PROMPTS alone
+        trained, held_out = ({pair["prompt"] for pair in part} for part in dpo.split_pairs(pairs))
+        assert not trained & held_out, "each prompt is on one side"
+        assert len(trained | held_out) == len({pair["prompt"] for pair in pairs}), "and none is lost"
+        assert len(held_out) >= 2 and trained, "a standard error takes two held-out pairs"
+    assert dpo.split_pairs(made)[1] == [{"prompt": prompt} for prompt in dpo.HELD_OUT_PROMPTS]
+    assert dpo.split_pairs(own[:3]) == (own[:3], []), "of three pairs none can be spared"
+
+
+def test_a_data_file_may_have_a_bom_crlf_blank_lines_and_line_separators_inside_a_text(tmp_path):
+    pairs = [{"prompt": "The bear", "chosen": " sat\u2028down\x85", "rejected": ""}, PAIRS[0] | {"more": [1]}]
+    lines = [json.dumps(pair, ensure_ascii=False) for pair in pairs]
+    (tmp_path / "pairs.jsonl").write_bytes(("\ufeff" + lines[0] + "\r\n\r\n \n" + lines[1]).encode())
+    assert dpo.read_pairs(tmp_path / "pairs.jsonl") == pairs
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (b'{"prompt": "a", "chosen": "b"}', "'rejected'"),
+        (b'{"prompt": "a", "chosen": 3, "rejected": "c"}', "'chosen'"),
+        (b'{"prompt": " ", "chosen": "b", "rejected": "c"}', "prompt is blank"),
+        (b'["a", "b", "c"]', "it must be a JSON object"),
+        (b'{"prompt": "a"', "it must be a JSON object"),
+        (b'{"prompt": "\xff", "chosen": "b", "rejected": "c"}', "utf-8"),
+        (b'{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}', "surrogates"),
+    ],
+)
+def test_a_bad_line_of_a_data_file_is_named_with_its_number_and_what_is_wrong(tmp_path, capsys, line, said):
+    path = tmp_path / "pairs.jsonl"
+    path.write_bytes(b"\n" + json.dumps(PAIRS[0]).encode() + b"\n" + line + b"\n")
+    error = refused(capsys, dpo, "--model", "tiny_llama", "--data", str(path), "--out", str(tmp_path / "out"))
+    assert "line 3" in error and said in error
+
+
+# ---------------------------------------------------------------- dpo.py: training
+
+
+def test_the_first_step_of_training_starts_at_ln_2_with_a_gradient(tiny):
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(tiny[0], config).eval()
+    (record,) = dpo.train(model, dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options())
+    model.unload()
+    assert record["loss"].item() == pytest.approx(math.log(2), abs=1e-5)
+    assert record["rewards/margins"].item() == pytest.approx(0, abs=1e-5) and record["grad_norm"] > 0
+    names = {"loss", "grad_norm", "step", "samples", "logps/chosen", "logps/rejected"}
+    assert set(record) == names | {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
+
+
+def test_identical_answers_have_loss_ln_2_and_gradient_0(adapted, tiny):
+    pairs = dpo.encode_pairs(tiny[1], [{"prompt": "The bear", "chosen": " sat.", "rejected": " sat."}], 256)
+    (record,) = dpo.train(adapted, pairs, dpo_options(prompts_per_step=1))
+    assert record["loss"].item() == pytest.approx(math.log(2), abs=1e-6)
+    assert record["grad_norm"].item() == pytest.approx(0, abs=1e-5), "what both answers share cancels"
+
+
+class Table(torch.nn.Module):
+    """A model that is a table: TRL_BATCH's log-probs under the policy and, with the adapter off, the reference."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.reference = torch.nn.Parameter(torch.tensor(TRL_BATCH[:2])), torch.tensor(TRL_BATCH[2:])
+        self.on = True
+
+    @contextlib.contextmanager
+    def disable_adapter(self):
+        self.on = False
+        yield
+        self.on = True
+
+    def log_probs(self, pairs, args):
+        """What pair_log_probs yields, in an order of its own."""
+        for rows in torch.arange(len(pairs)).flip(0).split(max(1, args.micro_batch_size // 2)):
+            yield rows.tolist(), (self.policy if self.on else self.reference)[:, [pairs[i] for i in rows]]
+
+
+def test_the_metrics_of_a_pair_are_its_rewards_and_log_probs():
+    # beta 0.5: rewards 0.5 x (-4 + 5) = 0.5 and 0.5 x (-8 + 7) = -0.5; then twice the reference's own: 0 and 0, a tie
+    log_probs, ref = torch.tensor([[-4.0, -5.0], [-8.0, -7.0]]), torch.tensor([[-5.0, -5.0], [-7.0, -7.0]])
+    got = dpo.pair_metrics(log_probs.requires_grad_(), ref, dpo_options(beta=0.5))
+    expected = {"rewards/chosen": [0.5, 0], "rewards/rejected": [-0.5, 0], "rewards/margins": [1, 0]}
+    expected |= {"rewards/accuracies": [1, 0], "logps/chosen": [-4, -5], "logps/rejected": [-8, -7]}
+    expected |= {"loss": [0.313262, 0.693147]}  # -log sigmoid(1), ln 2
+    assert set(got) == set(expected)
+    for name, values in expected.items():
+        assert near(got[name], values), name
+        assert got[name].requires_grad == (name == "loss"), f"{name}: only the loss has a gradient"
+
+
+@pytest.mark.parametrize("size", [10, 4, 1])  # all five pairs at once; two, two, one; one at a time
+@pytest.mark.parametrize("loss_type, more", [(name, more) for name, more, *_ in TRL])
+def test_any_split_into_micro_batches_has_the_gradient_of_the_batch_in_every_loss_type(
+    monkeypatch, loss_type, more, size
+):
+    plain_sgd(monkeypatch)
+    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
+    model, args = Table(), dpo_options(loss_type=loss_type, micro_batch_size=size, learning_rate=0.5, **more)
+    losses, *grads = dpo_grads(*TRL_BATCH, loss_type=loss_type, **more)
+    (record,) = dpo.train(model, range(5), args)
+    grad = torch.stack(grads)
+    step = -0.5 * grad * min(1, 1 / grad.norm().item())  # the gradient is clipped to norm 1
+    moved = model.policy.detach() - torch.tensor(TRL_BATCH[:2])
+    assert torch.allclose(moved.double(), step, rtol=1e-4, atol=1e-5), "the split changed the gradient"
+    assert record["loss"].item() == pytest.approx(losses.mean().item(), rel=1e-5), "the mean over the batch's pairs"
+    assert record["grad_norm"].item() == pytest.approx(grad.norm().item(), rel=1e-4)
+
+
+def test_two_steps_of_dpo_are_two_steps_of_gradient_descent(monkeypatch):
+    # A second step from where the first one led, with a gradient of its own: nothing of the first is left in it.
+    plain_sgd(monkeypatch)
+    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
+    model, policy = Table(), TRL_BATCH[:2]
+    records = list(dpo.train(model, range(5), dpo_options(steps=2, learning_rate=5.0, micro_batch_size=4)))
+    for record in records:
+        losses, *grads = dpo_grads(*policy, *TRL_BATCH[2:])
+        assert record["loss"].item() == pytest.approx(losses.mean().item(), rel=1e-5)
+        policy = [(torch.tensor(x) - 5.0 * grad).tolist() for x, grad in zip(policy, grads, strict=True)]
+    assert torch.allclose(model.policy.detach(), torch.tensor(policy), atol=1e-4)
+    assert [record["samples"] for record in records] == [10, 20], "two answers a pair"
+
+
+def test_a_step_on_a_model_has_the_gradient_of_the_mean_loss(tiny, adapted, monkeypatch):
+    plain_sgd(monkeypatch)
+    pairs, start = dpo.encode_pairs(tiny[1], PAIRS, 256), values_of(trained_parameters(adapted))
+    with adapted.disable_adapter():
+        ref = dpo.all_log_probs(adapted, pairs, dpo_options())
+    ((rows, new),) = dpo.pair_log_probs(adapted, pairs, dpo_options())
+    mean = dpo.dpo_loss(*new, *ref[:, rows])[0].mean()
+    grad = torch.cat([g.flatten() for g in torch.autograd.grad(mean, trained_parameters(adapted))])
+    (record,) = dpo.train(adapted, pairs, dpo_options(micro_batch_size=4))
+    step = -0.1 * grad * min(1, 1 / grad.norm())
+    assert (values_of(trained_parameters(adapted)) - start - step).norm() < 1e-3 * step.norm(), "two, two and one pair"
+    expected = (mean.item(), grad.norm().item())
+    assert (record["loss"].item(), record["grad_norm"].item()) == pytest.approx(expected, rel=1e-3)
+
+
+def test_held_out_pairs_are_judged_against_the_reference(tiny, adapted):
+    pairs = dpo.encode_pairs(tiny[1], PAIRS, 256)
+    got = dpo.evaluate_pairs(adapted, pairs, dpo_options())
+    new = dpo.all_log_probs(adapted, pairs, dpo_options())
+    with adapted.disable_adapter():
+        ref = dpo.all_log_probs(adapted, pairs, dpo_options())
+    for name, values in dpo.pair_metrics(new, ref, dpo_options()).items():
+        assert got[name] == dpo.estimate(values.tolist()) and got[name]["n"] == 5, name
+    assert got["rewards/margins"]["mean"] != 0, "the adapter is off zero, so the policy is not the reference"
+
+
+def test_the_reference_is_run_once_before_training_and_kept(monkeypatch):
+    model, switched_off, seen, loss = Table(), [], [], dpo.dpo_loss
+    disable = model.disable_adapter
+    monkeypatch.setattr(model, "disable_adapter", lambda: switched_off.append(1) or disable())
+    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
+    monkeypatch.setattr(dpo, "dpo_loss", lambda *a, **k: seen.append(torch.stack(a[2:]).sort().values) or loss(*a, **k))
+    assert len(list(dpo.train(model, range(5), dpo_options(steps=3)))) == 3
+    assert len(switched_off) == 1, "one reference pass, none in the loop"
+    expected = torch.tensor(TRL_BATCH[2:]).sort().values
+    assert seen and all(torch.equal(ref, expected) for ref in seen), "the reference moved"
+
+
+def test_training_lowers_the_loss_and_each_pair_has_its_turn_before_any_comes_again(monkeypatch):
+    # The five losses start at 0.53 to 0.78. Three turns in steps of 1 or more widen each margin by 6, x = 0.1 h by 0.6:
+    # before its fourth turn no pair costs more than 0.51.
+    model, batches = Table(), []
+
+    def log_probs(model, pairs, args):
+        batches.append(pairs)
+        return model.log_probs(pairs, args)
+
+    monkeypatch.setattr(dpo, "pair_log_probs", log_probs)
+    records = list(dpo.train(model, range(5), dpo_options(steps=10, prompts_per_step=2, learning_rate=1.0)))
+    order = [pair for batch in batches[1:] for pair in batch]  # the first is the reference's pass
+    assert all(sorted(order[i : i + 5]) == list(range(5)) for i in range(0, 20, 5)), "not every pair had its turn"
+    last, first = (sum(record["loss"] for record in part) for part in (records[-2:], records[:2]))
+    assert last < first, "the last two batches cost less than the first two"
+
+
+def test_a_loss_of_dpo_that_is_not_finite_stops_training_and_names_the_step(tiny, adapted, monkeypatch):
+    steps = dpo.train(adapted, dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(steps=3))
+    assert next(steps)["step"] == 1
+    real = dpo.dpo_loss
+    monkeypatch.setattr(dpo, "dpo_loss", lambda *args, **more: [x * math.nan for x in real(*args, **more)])
+    with pytest.raises(FloatingPointError, match="step 2"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--loss-type", "dpo"], "discopop"),
+        (["--loss-type", "hinge", "--label-smoothing", "0.1"], "label_smoothing"),
+        (["--label-smoothing", "0.5"], "below 0.5"),
+        (["--f-divergence-type", "kl"], "js_divergence"),
+        (["--beta", "0"], "beta"),
+        (["--num-generations", "1"], "--num-generations"),
+        (["--pairs-per-prompt", "5"], "--pairs-per-prompt"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--data", os.devnull], "no pairs"),
+        (["--data", "a.jsonl", "--prompts", "b.txt"], "--prompts"),
+    ],
+)
+def test_bad_options_of_dpo_end_in_one_sentence_before_any_training(tmp_path, capsys, argv, said):
+    assert said in refused(capsys, dpo, "--model", "tiny_llama", "--out", str(tmp_path / "out"), *argv)
+
+
+def test_a_data_file_can_be_trained_on_and_the_result_holds_the_pairs_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dpo, "evaluate", lambda *args: ({}, []))  # to be quick
+    path = tmp_path / "pairs.jsonl"
+    long = {"prompt": "The bear", "chosen": " was happy" * 200, "rejected": " was sad"}
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS + [long]), encoding="utf-8")
+    few = ["--steps", "1", "--prompts-per-step", "2", "--max-completion-length", "8", "--reference-free"]
+    summary = dpo.main(["--model", "tiny_llama", "--data", str(path), *few, "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert "3 pairs to train on, 2 held out; 1 left out" in printed
+    for name, who in (("logps/chosen", "the chosen answers"), ("logps/rejected", "the rejected ones")):  # B16
+        change = summary[f"{name}_after"]["mean"] - summary[f"{name}_before"]["mean"]
+        assert f"{who} {'rose' if change > 0 else 'fell'} by {abs(change):.3f}" in printed and change != 0
+    assert summary["steps"] == 1 and summary["rewards/accuracies_after"]["n"] == 2
+    assert dpo.read_pairs(tmp_path / "out" / "pairs.jsonl") == PAIRS + [long]
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_a_run_on_the_pairs_that_a_run_has_made_is_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(dpo, "HELD_OUT_PROMPTS", dpo.HELD_OUT_PROMPTS[:2])  # to be quick
+    monkeypatch.setattr(dpo, "evaluate", lambda *args: ({}, []))
+    monkeypatch.setattr(dpo, "happiness", len)  # short answers would tie
+    few = ["--steps", "2", "--prompts-per-step", "2", "--pairs", "4", "--num-generations", "3", "--seed", "5"]
+    few += ["--model", "tiny_llama", "--device", "cpu", "--max-completion-length", "4"]
+    made = dpo.main([*few, "--out", str(tmp_path / "made")])
+    files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    read = dpo.main([*few, "--data", str(tmp_path / "made" / "pairs.jsonl"), "--out", str(tmp_path / "made")])
+    for name in ("pairs.jsonl", "metrics.jsonl", "adapter_model.safetensors"):
+        assert (tmp_path / "made" / name).read_bytes() == files[name], f"{name} differs"
+    names = {"seconds", "peak_memory_mb", "options"}
+    assert {k: v for k, v in made.items() if k not in names} == {k: v for k, v in read.items() if k not in names}
 
 
 # ================================================================ learning, end to end
