@@ -43,12 +43,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import errors, snapshot_download
 from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, logging
 
 # ---------------------------------------------------------------- the loss
 
@@ -217,7 +215,7 @@ def load(args):
     No name means babyllama-100m-2024 or, if neither hub nor cache has it, tiny_llama, and a line that says so.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)  # peft uses names that transformers has renamed
-    transformers.logging.set_verbosity_error()
+    logging.set_verbosity_error()
     name = "babylm/babyllama-100m-2024" if args.model is None else args.model
     embedded = Path(__file__).resolve().parent / "tiny_llama"
     folder = embedded if name == "tiny_llama" else Path(name)
@@ -229,24 +227,23 @@ def load(args):
                 folder = Path(download(local_files_only=True))
             try:  # the hub, which is asked once; from_pretrained would retry for a minute
                 folder = folder if any(folder.glob("*.safetensors")) else Path(download())
-            except LocalEntryNotFoundError:  # no network, and not all of it in the cache
+            except errors.LocalEntryNotFoundError:  # no network, and not all of it in the cache
                 if args.model is not None:
                     raise
                 print(f"The hub cannot be reached and {name} is not in the cache: using the embedded tiny_llama.")
                 name, folder = "tiny_llama", embedded
         if not (folder / "config.json").is_file():
             raise ValueError("the folder has no config.json")
-        transformers.logging.disable_progress_bar()
+        logging.disable_progress_bar()
         options = {"dtype": args.dtype, "use_safetensors": True, "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
         if info["missing_keys"]:
             raise ValueError(f"its file lacks {min(info['missing_keys'])}, which would be random")
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        if tokenizer.eos_token_id is None:
-            raise ValueError("its tokenizer has no end-of-text token, so no completion could end")
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        if max(tokenizer.eos_token_id, tokenizer.pad_token_id) >= model.get_input_embeddings().weight.shape[0]:
-            raise ValueError("its tokenizer has an EOS or pad token that the model does not know")
+        known = range(model.get_input_embeddings().weight.shape[0])
+        if not {tokenizer.eos_token_id, tokenizer.pad_token_id} <= set(known):
+            raise ValueError("its tokenizer has no EOS token, or an EOS or pad token that the model does not know")
     except Exception as error:
         stop(f"the model {name!r} cannot be loaded: {' '.join((str(error) or repr(error)).split())[:300]}")
     layers = {path.split(".")[-2] for path, p in model.named_parameters() if path.endswith("weight") and p.dim() == 2}
@@ -540,8 +537,20 @@ REWARD_MODEL = Path("runs") / "reward_model"
 
 def parse_args(argv):
     """The options of this script, checked."""
-    parser = common_options(steps=24, learning_rate=3e-3)
-    add = parser.add_argument
+    kind = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **kind)
+    parser.error, add = stop, parser.add_argument
+    add("--model", help="name on the hub or folder of a causal language model; tiny_llama is the embedded one")
+    add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="names of the layers that get an adapter")
+    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results, replaced")
+    add("--steps", type=int, default=24, help="training steps")
+    add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the frozen weights")
+    add("--learning-rate", type=float, default=3e-3, help="of AdamW, constant")
+    add("--max-completion-length", type=int, default=32, help="tokens a completion may have")
+    add("--micro-batch-size", type=int, default=16, help="sequences in a training pass")
+    add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
     add("--prompts", type=Path, help="file to train on instead of the built-in prompts, one per line")
     add("--reward-model", type=Path, default=REWARD_MODEL, help="folder that reward_model.py has written")
     add("--prompts-per-step", type=int, default=32, help="prompts in a batch, with one answer each")
@@ -575,15 +584,14 @@ def main(argv=None):
     model = get_peft_model(model, config, adapter_name="actor").eval()  # its B is 0: actor and reference are equal
     add_reward_model(model, args)
 
+    def write(folder):
+        model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=["actor"])
+        shutil.copytree(folder / "actor", folder, dirs_exist_ok=True)  # peft gives it a folder of its own
+        shutil.rmtree(folder / "actor")
+
     def judge():
         with use(model, "actor"):
             return evaluate(model, tokenizer, args)
-
-    def write(folder):
-        model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=["actor"])
-        for file in (folder / "actor").iterdir():  # peft gives an adapter with a name a folder of its own
-            file.rename(folder / file.name)
-        (folder / "actor").rmdir()
 
     shown = {"score": "score", "happiness": "happiness", "kl": "kl", "clip": "clip_ratio/high_mean"}
     return run(args, model, start, train(model, tokenizer, prompts, args), judge, write, shown)
@@ -592,14 +600,10 @@ def main(argv=None):
 def train_reward_model(args):
     """Run reward_model.py, which stands beside this file, with the same model, prompts, seed and sampling."""
     print(f"There is no reward model in {REWARD_MODEL}: training one with reward_model.py.", flush=True)
-    script = Path(__file__).with_name("reward_model.py")
-    if not script.exists():
-        stop(f"{script} is missing: name a folder that it has written with --reward-model")
     options = {name: getattr(args, name) for name in ("model", "prompts", "device", "seed", "temperature")}
     options |= {"out": REWARD_MODEL, "dtype": str(args.dtype)[6:], "max-completion-length": args.max_completion_length}
-    command = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    command = [sys.executable, str(script), *command, "--lora-targets", *args.lora_targets]
-    process = subprocess.Popen(command)
+    command = [sys.executable, str(Path(__file__).with_name("reward_model.py")), "--lora-targets", *args.lora_targets]
+    process = subprocess.Popen(command + [f"--{name}={value}" for name, value in options.items() if value is not None])
     try:
         status = process.wait()
     except KeyboardInterrupt:  # it got the Ctrl-C, too: let it save
@@ -619,33 +623,12 @@ def number_or_none(text):
     return None if text.lower() == "none" else float(text)
 
 
-def common_options(**defaults):
-    """A parser with the options that all four scripts have."""
-    kind = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **kind)
-    parser.error, add = stop, parser.add_argument
-    add("--model", help="name on the hub or folder of a causal language model; tiny_llama is the embedded one")
-    add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="names of the layers that get an adapter")
-    add("--out", type=Path, default=Path("runs") / Path(__file__).stem, help="folder for the results, replaced")
-    add("--steps", type=int, help="training steps")
-    add("--seed", type=int, default=0, help="same seed, same CPU: same numbers")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the frozen weights")
-    add("--learning-rate", type=float, help="of AdamW, constant")
-    add("--max-completion-length", type=int, default=32, help="tokens a completion may have")
-    add("--micro-batch-size", type=int, default=16, help="sequences in a training pass")
-    add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
-    parser.set_defaults(**defaults)
-    return parser
-
-
 def check_args(args):
     """Refuse what cannot work, make the --out folder, seed torch; device and dtype become torch's."""
     for name, value in vars(args).items():
-        zero_allowed = name in ("seed", "beta", "kl_coef", "lam", "label_smoothing", "missing_eos_penalty")
-        if type(value) in (int, float) and not (0 < value < 1e18 or zero_allowed and value == 0):
-            least = "at least 0" if zero_allowed else "above 0"
-            stop(f"--{name.replace('_', '-')} must be {least} and below 1e18, not {value}")
+        zero = name in ("seed", "beta", "kl_coef", "lam", "label_smoothing", "missing_eos_penalty")
+        if type(value) in (int, float) and not (0 < value < 1e18 or zero and value == 0):
+            stop(f"--{name.replace('_', '-')} must be {'at least' if zero else 'above'} 0 and below 1e18, not {value}")
     try:
         torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
@@ -659,15 +642,12 @@ def check_args(args):
             stop(f"--out {args.out} cannot be replaced: the folder that it is in is not writable")
     except OSError as error:
         stop(f"--out {args.out} cannot be written: {error.strerror}")
-    for name in ("model", "prompts", "data", "reward_model"):
+    for name in ("model", "prompts", "reward_model"):  # not data: the new result will hold those pairs, too
         path = Path(getattr(args, name, None) or "/").resolve()
-        again = name == "data" and path.name == "pairs.jsonl"  # the new result will hold it, too
-        if args.out.resolve() in (path, *path.parents) and not again:
+        if args.out.resolve() in (path, *path.parents):
             stop(f"--out {args.out} would replace what --{name.replace('_', '-')} reads: name another folder")
-    if args.dtype == "auto":
-        bf16 = args.device.type == "cuda" and torch.cuda.get_device_capability(args.device) >= (8, 0)
-        args.dtype = "bfloat16" if bf16 else "float32"
-    args.dtype = getattr(torch, args.dtype)
+    auto = "bfloat16" if args.device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "float32"
+    args.dtype = getattr(torch, auto if args.dtype == "auto" else args.dtype)
     torch.manual_seed(args.seed)
     return args
 
@@ -677,17 +657,15 @@ def read_prompts(args, model, tokenizer):
     prompts = PROMPTS
     if args.prompts:
         try:
-            lines = args.prompts.read_text(encoding="utf-8-sig").split("\n")
-            prompts = [line.strip() for line in lines if line.strip()]
+            lines = [line.strip() for line in args.prompts.read_text(encoding="utf-8-sig").split("\n")]
         except (OSError, UnicodeDecodeError) as error:
             stop(f"--prompts {args.prompts} cannot be read: {error}")
-    if not prompts:
-        stop(f"--prompts {args.prompts} has only blank lines")
+        prompts = [line for line in lines if line] or stop(f"--prompts {args.prompts} has only blank lines")
     length = max(len(ids) for ids in tokenizer(prompts + HELD_OUT_PROMPTS, add_special_tokens=False).input_ids)
     context = getattr(model.config, "max_position_embeddings", math.inf)
     if length + args.max_completion_length > context:
-        limit = f"the model's context of {context} tokens"
-        stop(f"a prompt of {length} tokens and --max-completion-length {args.max_completion_length} exceed {limit}")
+        longest = f"a prompt of {length} tokens and --max-completion-length {args.max_completion_length}"
+        stop(f"{longest} exceed the model's context of {context} tokens")
     return prompts
 
 
@@ -702,13 +680,11 @@ def run(args, model, start, records, judge, write, shown):
 
     records: yields a step's metrics. judge() -> ({name: estimate}, [(prompt or heading, text), ...]). write(folder)
     saves the model. shown: {label: metric} for the bar and the curves.
-    Ctrl-C, or a number that is not finite: the weights of the last whole step are saved, if there is one; exit status
-    130 or 2.
+    Ctrl-C, or a number that is not finite: the weights are saved as they are, if a step is done; exit status 130 or 2.
     """
     history, summary, stopped = [], {}, None
-    trained = [p for p in model.parameters() if p.requires_grad]
-    trained_count, count = model.get_nb_trainable_parameters()
-    print(f"{args.model}: {count:,} parameters, {trained_count:,} trained, {args.device}, {str(args.dtype)[6:]}")
+    trained, count = model.get_nb_trainable_parameters()
+    print(f"{args.model}: {count:,} parameters, {trained:,} trained, {args.device}, {str(args.dtype)[6:]}")
 
     def held_out(when):
         estimates, texts = judge()
@@ -719,12 +695,10 @@ def run(args, model, start, records, judge, write, shown):
 
     try:
         texts_before = held_out("before")
-        with tqdm(total=args.steps, unit="step") as bar:
-            for record in records:
-                good = [p.detach().clone() for p in trained]
-                history.append({k: v if isinstance(v, int) else round(float(v), 6) for k, v in record.items()})
-                bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
-                bar.update()
+        bar = tqdm(records, total=args.steps, unit="step")
+        for record in bar:
+            history.append({k: v if isinstance(v, int) else round(float(v), 6) for k, v in record.items()})
+            bar.set_postfix({label: f"{record[name]:.3f}" for label, name in shown.items() if name in record})
         for (prompt, old), (_, new) in list(zip(texts_before, held_out("after"), strict=True))[:2]:
             print(f"{prompt} ...\n  before: {old!r}\n  after:  {new!r}")
     except (KeyboardInterrupt, FloatingPointError) as error:
@@ -732,11 +706,9 @@ def run(args, model, start, records, judge, write, shown):
     status = 130 if stopped == "interrupted" else 2
     if not history:
         stop(f"{stopped}; no step was finished, so nothing is saved", status)
-    for p, value in zip(trained, good, strict=True):
-        p.data.copy_(value)
-    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "samples": history[-1]["samples"]}
-    summary |= {"seconds": time.perf_counter() - start, "peak_memory_mb": peak_memory_mb(args.device)}
-    summary["stopped"] = stopped
+    summary |= {"model": args.model, "options": vars(args), "steps": len(history), "stopped": stopped}
+    summary |= {"samples": history[-1]["samples"], "seconds": time.perf_counter() - start}
+    summary["peak_memory_mb"] = peak_memory_mb(args.device)
     curves = {label: [record[name] for record in history] for label, name in shown.items() if name in history[0]}
     try:
         save(args.out, write, history, summary, curves)
@@ -751,7 +723,7 @@ def run(args, model, start, records, judge, write, shown):
         print(f"{label:>{max(map(len, curves))}} {bars} {values[0]:.3f} to {values[-1]:.3f}")
     print(f"saved in {args.out}")
     if stopped:
-        stop(f"{stopped}; the weights of step {len(history)} are saved", status)
+        stop(f"{stopped}; the weights after step {len(history)} are saved", status)
     return summary
 
 

@@ -1177,7 +1177,7 @@ def test_a_model_folder_must_hold_all_weights_and_be_no_adapter(tmp_path, capsys
     assert "lacks model.layers.4" in error, "transformers fills what is missing with random numbers, without a word"
 
 
-@pytest.mark.parametrize("eos, why", [(None, "no end-of-text token"), ("<far>", "token that the model does not know")])
+@pytest.mark.parametrize("eos, why", [(None, "has no EOS token"), ("<far>", "token that the model does not know")])
 def test_a_tokenizer_must_end_texts_with_a_token_that_the_model_knows(eos, why, tmp_path, capsys):
     model, tokenizer = grpo.load(settings())
     tokenizer.eos_token = eos  # <far> is new, the first token behind the model's last
@@ -1209,11 +1209,12 @@ def test_a_prompts_file_may_have_a_byte_order_mark_windows_line_ends_and_blank_l
     [
         (None, "for 3 completions the reward returned None"),
         ([0.0], "for 3 completions the reward returned [0.0]"),
-        ([0.0, 1.0, math.nan], "completion 2, 'c', is nan"),
-        (torch.tensor([0.0, math.inf, 0.0]), "completion 1, 'b', is inf"),
-        ([0.0, "great", 1.0], "completion 1, 'b', is 'great'"),
-        ([None] * 3, "completion 0, 'a', is None"),
-        ("123", "'123'"),
+        ([[0.0], [1.0], [0.0]], "for 3 completions the reward returned [[0.0], [1.0], [0.0]]"),
+        ([0.0, 1.0, math.nan], "the reward of 'c' is nan"),
+        (torch.tensor([0.0, math.inf, 0.0]), "the reward of 'b' is inf"),
+        ([0.0, "great", 1.0], "for 3 completions the reward returned [0.0, 'great', 1.0]"),
+        ([None] * 3, "for 3 completions the reward returned [None, None, None]"),
+        ("123", "for 3 completions the reward returned '123'"),
     ],
 )
 def test_a_reward_that_is_no_number_is_named_with_its_step_and_its_completion(bad, named):
@@ -1231,9 +1232,11 @@ def test_a_reward_that_is_no_number_stops_the_run_before_anything_is_saved(tmp_p
     assert not any((tmp_path / "x").iterdir())
 
 
-def test_a_reward_may_be_a_tensor_or_hold_ints_and_bools():
-    for rewards in (torch.tensor([1, 0]), [1, 0], (True, False), torch.tensor([1.0, 0.0], dtype=torch.float64)):
-        assert grpo.checked(rewards, ["a", "b"], 1) == [1.0, 0.0]
+def test_rewards_may_be_a_tensor_or_numbers_of_any_kind():
+    one, zero = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    for rewards in (torch.tensor([1, 0]), [1, 0], (True, False), [one, zero], [one.half(), 0], (one, 0.0)):
+        checked = grpo.checked(rewards, ["a", "b"], 1)
+        assert checked.tolist() == [1.0, 0.0] and checked.dtype == torch.float32, rewards
 
 
 def in_step_2(monkeypatch, what):
@@ -1247,27 +1250,30 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_the_last_good_weights
     with pytest.raises(SystemExit) as end:
         run_grpo(tmp_path / "x", steps=3)
     error = capsys.readouterr().err.splitlines()[-1]
-    assert end.value.code == 2 and "step 2" in error and "the weights of step 1 are saved" in error
+    assert end.value.code == 2 and "step 2" in error and "the weights after step 1 are saved" in error
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert summary["steps"] == 1 and "step 2" in summary["stopped"]
     model = PeftModel.from_pretrained(grpo.load(settings())[0], tmp_path / "x")
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_ctrl_c_saves_the_weights_of_the_last_whole_step(one_step, tmp_path, capsys, monkeypatch, quick):
-    clip, calls = torch.nn.utils.clip_grad_norm_, itertools.count(1)
+def test_ctrl_c_saves_the_weights_as_they_are(tmp_path, capsys, monkeypatch, quick):
+    clip, calls, kept = torch.nn.utils.clip_grad_norm_, itertools.count(1), []
 
-    def press(*args):
+    def press(trained, *more):
         if next(calls) == 4:  # in step 2, when the first of its two updates has been made
+            kept.extend(p.detach().clone() for p in trained)
             raise KeyboardInterrupt
-        return clip(*args)
+        return clip(trained, *more)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", press)
     with pytest.raises(SystemExit) as end:
         run_grpo(tmp_path / "x", *TWICE, steps=3)
-    assert end.value.code == 130 and "the weights of step 1 are saved" in capsys.readouterr().err.splitlines()[-1]
-    weights = [(out / "adapter_model.safetensors").read_bytes() for out in (tmp_path / "x", one_step)]
-    assert weights[0] == weights[1], "as if only one step had been asked for"
+    assert end.value.code == 130 and "the weights after step 1 are saved" in capsys.readouterr().err.splitlines()[-1]
+    saved = load_file(tmp_path / "x" / "adapter_model.safetensors").values()
+    assert sorted(p.norm().item() for p in saved) == sorted(p.norm().item() for p in kept), "three updates are kept"
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert summary["steps"] == 1 and summary["stopped"] == "interrupted", "the step that was not finished has no record"
 
 
 def test_a_failed_save_leaves_the_old_result_whole(tmp_path):
@@ -1606,16 +1612,6 @@ def write(path, text):
 LINE = '{"prompt": "a", "chosen": " b", "rejected": " c"}'
 
 
-def test_identical_and_blank_answers_are_skipped_and_counted(tmp_path, capsys):
-    same, blank = LINE.replace(" c", " b"), LINE.replace(" c", "")
-    pairs = reward_model.read_pairs(write(tmp_path / "f", "\n".join([LINE, same, blank])))
-    assert len(pairs) == 3 and reward_model.drop_ties(pairs) == pairs[:1]
-    assert "2 pairs" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        reward_model.drop_ties(pairs[1:])
-    assert "no pair is left" in capsys.readouterr().err
-
-
 def test_a_pair_of_a_file_is_a_ranking_of_two_answers(scorer):
     args, _, tokenizer = scorer
     pairs = [{"prompt": "One", "chosen": " good day.", "rejected": rejected} for rejected in (" bad day.", " day.")]
@@ -1660,10 +1656,10 @@ def test_too_long_a_prompt_loses_its_left_end_and_too_long_an_answer_its_row(sco
 @pytest.mark.parametrize(
     "argv, why",
     [
-        (["--num-generations", "1"], "2 to 9"),
-        (["--num-generations", "10"], "2 to 9"),
+        (["--num-generations", "1"], "invalid choice: 1 (choose from"),
+        (["--num-generations", "10"], "invalid choice: 10 (choose from"),
         (["--data", "nowhere.jsonl"], "cannot be read"),
-        (["--data", "x", "--prompts", "y"], "leave out --prompts"),
+        (["--data", "x", "--prompts", "y"], "not allowed with argument --data"),
         (["--batching", "both"], "invalid choice"),
     ],
 )
@@ -1671,18 +1667,24 @@ def test_bad_options_of_the_reward_model_end_in_one_sentence_before_any_training
     assert why in refused(capsys, reward_model, "--model", "tiny_llama", "--out", str(tmp_path / "out"), *argv)
 
 
-def test_a_run_on_a_file_inside_its_own_folder_keeps_the_file(tmp_path, monkeypatch):
+def test_identical_and_blank_answers_are_counted_not_learned_and_kept_in_the_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(reward_model, "HELD_OUT_PROMPTS", reward_model.HELD_OUT_PROMPTS[:1])  # to be quick
     few = ["--model", "tiny_llama", "--device", "cpu", "--steps", "1", "--max-completion-length", "2"]
     few += ["--prompts-per-step", "2"]
     (tmp_path / "rm").mkdir()
     (tmp_path / "rm" / "summary.json").write_text("{}")
     lines = [{"prompt": f"Day {i}", "chosen": " was happy.", "rejected": " cried", "more": i} for i in range(4)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
+    useless = [lines[0] | {"chosen": " cried"}, lines[1] | {"rejected": " "}]
+    text = "".join(json.dumps(line) + "\n" for line in lines + useless)
     data = write(tmp_path / "rm" / "pairs.jsonl", text)
     reward_model.main([*few, "--data", str(data), "--out", str(tmp_path / "rm")])
-    assert data.read_text() == text, "the result replaces the folder, but its pairs are in it"
+    assert "2 pairs to train on, 2 held out; 2 with identical or blank answers" in capsys.readouterr().out
+    assert data.read_text() == text, "the result replaces the folder, but all pairs are in it"
     assert (tmp_path / "rm" / "adapter_model.safetensors").exists()
+    data.write_text("".join(json.dumps(line) + "\n" for line in useless))
+    with pytest.raises(SystemExit):
+        reward_model.main([*few, "--data", str(data), "--out", str(tmp_path / "other")])
+    assert "0 rankings are left to train on" in capsys.readouterr().err, "useless pairs alone teach nothing"
 
 
 @torch.no_grad()
@@ -3349,6 +3351,14 @@ def test_functions_and_constants_of_one_name_are_the_same_in_all_scripts():
     for name in ("PROMPTS", "HELD_OUT_PROMPTS", "CHEERFUL", "GLOOMY", "CACHE"):
         values = [repr(getattr(script, name)) for script in (grpo, ppo, dpo, reward_model)]
         assert len(set(values)) == 1, f"{name} differs between the scripts"
+
+
+def test_options_of_one_name_are_the_same_in_all_scripts_but_for_their_steps_and_batches():
+    names = "model lora-targets out seed device dtype learning-rate max-completion-length temperature".split()
+    sources = [path.read_text(encoding="utf-8").splitlines() for path in SCRIPTS]
+    for name in names:
+        lines = {line for source in sources for line in source if line.startswith(f'    add("--{name}",')}
+        assert len(lines) == 1, f"--{name} differs between the scripts: {lines}"
 
 
 def test_scripts_import_only_what_requirements_name_and_never_each_other():
