@@ -9,6 +9,7 @@ Tables and figures are made from the summary.json and metrics.jsonl of the runs 
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -90,7 +91,10 @@ def sampled(s):
         return 0
     if "rankings" in o:
         return o["rankings"] * o["num_generations"]
-    return (o["pairs"] + max(o["pairs"] // 4, 16)) * o["num_generations"] if "pairs" in o else s["samples"]
+    if "pairs" not in o:
+        return s["samples"]
+    prompts = math.ceil(o["pairs"] / o["pairs_per_prompt"])
+    return (prompts + max(prompts // 4, 16)) * o["num_generations"]
 
 
 def metrics(folder, name):
