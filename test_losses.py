@@ -342,6 +342,18 @@ def test_loss_types_differ_in_what_they_average_over(loss_type, expected):
     assert near(loss, expected), loss_type
 
 
+def test_without_options_the_loss_is_deepseekmaths():
+    # (2 / 3) / (0.577350 + 1e-4) = 1.154501 and (20 / 3) / (5.773503 + 1e-4) = 1.154681: each group by its own std
+    got = grpo.group_advantages(torch.tensor([1.0, 0, 0, 10, 0, 0]), 3)
+    assert near(got[[0, 3]], [1.154501, 1.154681]), "scale_rewards is 'group'"
+    # A = 1 with one token, A = 2 with three: (1 + 2) / 2 sequences. Log-ratios +-0.1: (e^0.1 + e^-0.1) / 2 = 1.005004
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1]])
+    loss, _ = grpo.grpo_loss(*[torch.zeros(2, 3)] * 3, torch.tensor([1.0, 2.0]), mask)
+    assert near(loss, -1.5), "loss_type is 'grpo', a mean of the sequences' means"
+    loss, _ = one_sequence(row(0.1, -0.1), row(0, 0), 1.0, beta=0)
+    assert near(loss, -1.005004), "importance_sampling_level is 'token': a ratio each, not one of e^0"
+
+
 def test_dr_grpo_without_a_max_completion_length_divides_by_the_width_of_the_batch():
     loss, _ = grpo.grpo_loss(*[torch.zeros(2, 4)] * 3, torch.ones(2), torch.ones(2, 4), loss_type="dr_grpo")
     assert near(loss, -1.0), "8 tokens of -1 over 2 x 4"
@@ -695,6 +707,11 @@ def test_A5_the_mask_covers_the_completion_and_its_first_eos():
         assert got == [expected], f"{completion}: up to the first EOS, which counts"
 
 
+def test_A5_a_mask_is_of_integers():
+    mask = grpo.completion_mask(torch.tensor([[5, 2, 0]]), 2)
+    assert mask.dtype == torch.long, "1 and 0 like the tokenizer's mask, not True and False"
+
+
 def test_A5_prompt_tokens_are_in_no_loss(tiny):
     # 5 tokens of prompt, 3 of the completion. The first predicts the second: of 7 log-probs the last 3 count.
     ids = torch.tensor([[10, 11, 12, 13, 14, 20, 21, 22]])
@@ -751,6 +768,17 @@ def test_columns_that_are_padding_in_every_row_cost_nothing_and_get_0(tiny):
     assert got.shape == (2, 4) and near(got[:, :2], narrow) and (got[:, 2:] == 0).all()
 
 
+def test_padding_in_the_prompt_is_none_of_the_completion():
+    # 0 is padding, in the first column or in the prompt's last one. Ten tokens, all alike: log 1/10 = -2.302585
+    def model(input_ids, logits_to_keep, **_):
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 10)[:, logits_to_keep])
+
+    for ids, T in (([0, 5, 6], 1), ([5, 0, 6, 7], 2)):
+        ids = torch.tensor([ids])
+        got = grpo.token_log_probs(model, ids, (ids != 0).long(), T)
+        assert near(got, torch.full((1, T), -math.log(10))), "only the last T columns can be padding behind"
+
+
 def test_log_probs_are_divided_by_the_sampling_temperature(tiny):
     model, _ = tiny
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -767,6 +795,17 @@ def test_log_probs_are_float32_also_of_a_model_in_bfloat16():
     got = grpo.token_log_probs(lambda **_: SimpleNamespace(logits=logits), ids, torch.ones_like(ids), 3, 0.7)
     expected = (logits.float() / 0.7).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     assert got.dtype == torch.float32 and near(got, expected, 1e-6), "bfloat16 has 3 digits, and ratios are near 1"
+
+
+def test_a_pass_over_the_whole_text_keeps_no_cache():
+    given, logits = [], torch.zeros(1, 1, 10)
+
+    def forward(**keywords):
+        given.append(keywords)
+        return SimpleNamespace(logits=logits)
+
+    grpo.token_log_probs(forward, torch.tensor([[5, 6]]), torch.ones(1, 2), 1)
+    assert given[0]["use_cache"] is False, "no keys and values are kept where nothing is to be sampled"
 
 
 @torch.no_grad()
@@ -1431,6 +1470,12 @@ def test_B5_prompts_of_4_2_and_3_answers_count_the_same():
     close(loss, 1.9856165619294293, "each prompt weighs 1, whatever its K")
 
 
+def test_the_weights_of_pairs_take_the_type_of_the_scores():
+    chosen, rejected, weights = torch.ones(1), torch.zeros(1), torch.ones(1, dtype=torch.float64)
+    loss, _ = reward_model.reward_loss(chosen, rejected, weights=weights)
+    assert loss.dtype == torch.float32, "float32 scores have a float32 loss, whatever their weights are"
+
+
 def test_a_tie_leaves_the_other_pairs_their_weight():
     # answers rated 1, 0, 0: pairs (0, 1) and (0, 2), each 1/3, not 1/2
     _, _, weights = reward_model.pair_rows([group_of([0] * 3, reward_model.ranked_pairs([1, 0, 0]))], "cpu")
@@ -1607,9 +1652,6 @@ def write(path, text):
     """The path of a new file with this text."""
     path.write_text(text, encoding="utf-8")
     return path
-
-
-LINE = '{"prompt": "a", "chosen": " b", "rejected": " c"}'
 
 
 def test_a_pair_of_a_file_is_a_ranking_of_two_answers(scorer):
@@ -2107,8 +2149,11 @@ def test_the_shares_that_the_clips_took_are_of_the_real_tokens(side, ratio, adva
 def test_low_and_dual_count_only_bad_tokens_and_high_only_good_ones(ratio, advantage):
     one = torch.ones(1, 1)
     _, metrics = ppo.policy_loss(row(math.log(ratio)), row(0), one * advantage, one)
-    shares = {name[11:-5] for name, value in metrics.items() if name.startswith("clip_ratio") and value}
-    assert shares == ({"high"} if ratio == 4 and advantage else set()), "low and dual: A < 0, high: A > 0"
+    _, more = one_sequence(row(math.log(ratio)), row(0), advantage, beta=0, delta=3.0)
+    for script, found in (("ppo", metrics), ("grpo", more)):
+        shares = {name[11:-5] for name, value in found.items() if name.startswith("clip_ratio") and value}
+        expected = {"high"} if ratio == 4 and advantage else set()
+        assert shares == expected, f"{script}: low and dual count A < 0, high A > 0, none A = 0"
 
 
 def test_an_all_zero_mask_gives_ppos_losses_0_and_gradient_0():
@@ -2147,6 +2192,12 @@ def test_B10_a_value_may_move_towards_its_return_by_the_clip_range_at_most(value
     close(loss, loss_is, "0.5 * max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2)")
     close(values.grad, [[gradient]], "no gradient where the clip holds the value back")
     assert metrics["vf_clip_ratio"] == clipped, "vf_clip_ratio counts the values that the clip holds back"
+
+
+def test_B10_the_clip_is_around_the_old_value_and_the_mean_over_the_real_tokens():
+    # V_old 1, V 2, R 3: 0.5 max((2 - 3)^2, (1.2 - 3)^2) = 1.62; V = V_old = R: 0; the third is padding: 1.62 / 2
+    loss, _ = ppo.value_loss(rows64([2, 1, 9]), rows64([1, 1, 0]), rows64([3, 1, 0]), torch.tensor([[1, 1, 0]]))
+    close(loss, 0.81, "clip(V, V_old - c, V_old + c), and a mean over two tokens")
 
 
 # ---------------------------------------------------------------- ppo.py: four models on one backbone
@@ -2774,6 +2825,10 @@ def test_exponents_of_dpo_are_at_most_40():
 def test_an_option_that_is_unknown_out_of_range_or_not_read_is_refused(wrong, named):
     with pytest.raises(ValueError, match=named):
         dpo.dpo_loss(*torch.zeros(4, 2), **wrong)
+
+
+def test_a_label_smoothing_of_almost_a_half_is_allowed():
+    dpo.check_loss_options(0.1, "sigmoid", 0.499, "reverse_kl")  # from 0.5 on it is refused
 
 
 # ---------------------------------------------------------------- dpo.py: pairs
