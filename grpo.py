@@ -496,9 +496,10 @@ def check_args(args):
             stop(f"--out {args.out} cannot be replaced: the folder that it is in is not writable")
     except OSError as error:
         stop(f"--out {args.out} cannot be written: {error.strerror}")
-    for name in ("model", "prompts", "reward_model"):  # not data: the new result will hold those pairs, too
+    for name in ("model", "prompts", "data", "reward_model"):
         path = Path(getattr(args, name, None) or "/").resolve()
-        if args.out.resolve() in (path, *path.parents):
+        again = name == "data" and path.name == "pairs.jsonl"  # the new result will hold it, too
+        if args.out.resolve() in (path, *path.parents) and not again:
             stop(f"--out {args.out} would replace what --{name.replace('_', '-')} reads: name another folder")
     auto = "bfloat16" if args.device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "float32"
     args.dtype = getattr(torch, auto if args.dtype == "auto" else args.dtype)

@@ -1234,6 +1234,8 @@ def test_a_result_never_replaces_what_the_run_reads(tmp_path, capsys):
     assert "--model" in refused(capsys, grpo, "--out", str(out), "--model", str(out))
     where = ["--out", str(out), "--reward-model", str(out / "reward_model")]
     assert "what --reward-model reads" in refused(capsys, ppo, "--model", "tiny_llama", *where)
+    for script in (dpo, reward_model):
+        assert "what --data reads" in refused(capsys, script, "--out", str(out), "--data", str(out / "mine.jsonl"))
     assert (out / "prompts.txt").exists()
 
 
