@@ -404,7 +404,7 @@ def train(model, tokenizer, prompts, args):
 def checked(rewards, completions, step):
     """The rewards as a tensor, (N,). FloatingPointError unless they are one finite number per completion."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # what torch makes no numbers of
-        values = torch.as_tensor(rewards, dtype=torch.float32)
+        values = torch.as_tensor(rewards, dtype=torch.float32).detach()  # a constant, also if a model gave it
         if values.shape == (len(completions),):
             for value, completion in zip(values.tolist(), completions, strict=True):
                 if not math.isfinite(value):

@@ -599,10 +599,13 @@ def main(argv=None):
 
 def train_reward_model(args):
     """Run reward_model.py, which stands beside this file, with the same model, prompts, seed and sampling."""
+    script = Path(__file__).with_name("reward_model.py")
+    if not script.exists():
+        stop(f"{script} is missing: name a folder that it has written with --reward-model")
     print(f"There is no reward model in {REWARD_MODEL}: training one with reward_model.py.", flush=True)
     options = {name: getattr(args, name) for name in ("model", "prompts", "device", "seed", "temperature")}
     options |= {"out": REWARD_MODEL, "dtype": str(args.dtype)[6:], "max-completion-length": args.max_completion_length}
-    command = [sys.executable, str(Path(__file__).with_name("reward_model.py")), "--lora-targets", *args.lora_targets]
+    command = [sys.executable, str(script), "--lora-targets", *args.lora_targets]
     process = subprocess.Popen(command + [f"--{name}={value}" for name, value in options.items() if value is not None])
     try:
         status = process.wait()

@@ -1275,6 +1275,8 @@ def test_a_reward_that_is_no_number_stops_the_run_before_anything_is_saved(tmp_p
 
 def test_rewards_may_be_a_tensor_or_numbers_of_any_kind():
     one, zero = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    learned = torch.tensor([1.0, 0.0], requires_grad=True)
+    assert not grpo.checked(learned, ["a", "b"], 1).requires_grad, "no gradient flows into a reward"
     for rewards in (torch.tensor([1, 0]), [1, 0], (True, False), [one, zero], [one.half(), 0], (one, 0.0)):
         checked = grpo.checked(rewards, ["a", "b"], 1)
         assert checked.tolist() == [1.0, 0.0] and checked.dtype == torch.float32, rewards
@@ -2558,6 +2560,13 @@ def test_a_reward_model_without_its_head_or_for_another_base_is_refused(tmp_path
     assert "made for somebody/else" in error and "reward_model.py" in error, "the sentence names the thing and the fix"
     error = refusal("half", lambda key: ".layers.1." not in key)
     assert "not those of an adapter" in error and "layers.1" in error, "what is missing would be random"
+
+
+def test_ppo_alone_in_a_folder_says_how_to_do_without_reward_model_py(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ppo, "__file__", str(tmp_path / "ppo.py"))
+    with pytest.raises(SystemExit):
+        ppo.train_reward_model(None)
+    assert "is missing: name a folder that it has written with --reward-model" in capsys.readouterr().err
 
 
 def test_B2_without_a_reward_model_it_says_so_and_trains_one_like_itself(tmp_path, capsys, monkeypatch):
