@@ -302,18 +302,17 @@ def evaluate(model, tokenizer, args):
 
     Returns ({"happiness": estimate, "kl": estimate}, [(prompt, answer), ...]). A KL that is not finite stops the run.
     """
-    texts, kl = [], []
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same draws before and after, whatever --seed
-        for _ in range(8):
-            ids, attention_mask, mask, answers, log_probs = complete(model, tokenizer, HELD_OUT_PROMPTS * 2, args)
-            texts += answers
-            with model.disable_adapter():
-                ref_log_probs = token_log_probs(model, ids, attention_mask, mask.shape[1], args.temperature)
-            kl.append((log_probs - ref_log_probs)[mask.bool()])
-    if not torch.cat(kl).isfinite().all():
+        ids, attention_mask, mask, texts, log_probs = complete(model, tokenizer, HELD_OUT_PROMPTS * 16, args)
+    kl = []
+    with model.disable_adapter():
+        for rows in mask.sum(dim=1).argsort().split(args.micro_batch_size):
+            ref = token_log_probs(model, ids[rows], attention_mask[rows], mask.shape[1], args.temperature)
+            kl += (log_probs[rows] - ref)[mask[rows].bool()].tolist()
+    if not all(map(math.isfinite, kl)):
         raise FloatingPointError("the log-probs of the held-out answers are not finite")
-    estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(torch.cat(kl).tolist())}
+    estimates = {"happiness": estimate(map(happiness, texts)), "kl": estimate(kl)}
     return estimates, list(zip(HELD_OUT_PROMPTS, texts, strict=False))
 
 
@@ -328,8 +327,8 @@ def make_pairs(model, tokenizer, prompts, args):
     max_completion_length cut short of its EOS is marked: "chosen_truncated" or "rejected_truncated".
     """
     pairs, K = [], args.num_generations
-    for start in tqdm(range(0, len(prompts), 8), desc="making pairs", unit="batch", leave=False):
-        batch = [prompt for prompt in prompts[start : start + 8] for _ in range(K)]
+    for start in tqdm(range(0, len(prompts), 32), desc="making pairs", unit="batch", leave=False):
+        batch = [prompt for prompt in prompts[start : start + 32] for _ in range(K)]
         ids, _, mask, texts, _ = complete(model, tokenizer, batch, args)
         ended = (ids[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(dim=1).tolist()
         scores = [happiness(text) for text in texts]

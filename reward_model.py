@@ -250,7 +250,7 @@ def ranked_answers(model, tokenizer, prompts, num_generations, args):
     Returns one group per prompt: {"prompt", "answers": K texts, "rows": K tensors of tokens, prompt included,
     "happiness": K numbers, "pairs": [(better, worse), ...], "weight": of each pair}.
     """
-    K, size, groups = num_generations, 64 // num_generations, []
+    K, size, groups = num_generations, 256 // num_generations, []
     for start in tqdm(range(0, len(prompts), size), desc="ranking answers", unit="batch", leave=False):
         batch = [prompt for prompt in prompts[start : start + size] for _ in range(K)]
         with model.disable_adapter():
