@@ -651,7 +651,8 @@ def run(args, model, start, records, judge, write, shown):
     def held_out(when):
         estimates, texts = judge()
         for name, value in estimates.items():
-            print(f"held-out {name} {when}: {value['mean']:.3f} ± {value['standard_error']:.3f}")
+            mean = round(value["mean"], 3) + 0  # not -0.000
+            print(f"held-out {name} {when}: {mean:.3f} ± {value['standard_error']:.3f}")
             summary[f"{name}_{when}"] = value
         return texts
 
