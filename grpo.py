@@ -323,11 +323,12 @@ def evaluate(model, tokenizer, args):
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same draws before and after, whatever --seed
+        # (256, L), (256, L), (256, T), 256 texts, (256, T)
         ids, attention_mask, mask, texts, log_probs = complete(model, tokenizer, HELD_OUT_PROMPTS * 16, args)
     kl = []
     with model.disable_adapter():
-        for rows in mask.sum(dim=1).argsort().split(args.micro_batch_size):
-            ref = token_log_probs(model, ids[rows], attention_mask[rows], mask.shape[1], args.temperature)
+        for rows in mask.sum(dim=1).argsort().split(args.micro_batch_size):  # rows of similar length: little padding
+            ref = token_log_probs(model, ids[rows], attention_mask[rows], mask.shape[1], args.temperature)  # (B, T)
             kl += (log_probs[rows] - ref)[mask[rows].bool()].tolist()
     if not all(map(math.isfinite, kl)):
         raise FloatingPointError("the log-probs of the held-out answers are not finite")

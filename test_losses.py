@@ -1102,6 +1102,14 @@ def test_log_probs_that_are_not_finite_stop_the_judge(tiny, monkeypatch):
         grpo.evaluate(model, tokenizer, settings(max_completion_length=2, micro_batch_size=16))
 
 
+def test_a_mean_that_rounds_to_0_is_printed_without_a_sign(tmp_path, capsys, monkeypatch):
+    kl = {"mean": -1e-9, "standard_error": 0.0, "n": 2}  # what rounding makes of a KL of 0
+    monkeypatch.setattr(grpo, "evaluate", lambda *args: ({"kl": kl}, []))
+    small = ["--prompts-per-step", "1", "--num-generations", "2", "--max-completion-length", "1", "--steps", "1"]
+    grpo.main(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "x"), *small])
+    assert "held-out kl before: 0.000 ± 0.000" in capsys.readouterr().out
+
+
 def test_an_estimate_is_the_mean_and_its_standard_error():
     # mean 2, sample std sqrt((1 + 0 + 1) / 2) = 1, over sqrt(3)
     got = grpo.estimate([1, 2, 3])
