@@ -67,7 +67,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         exo_pair   KL((p, q) || (1 - s, s)), p, q = sigmoid(+-beta h)          EXO, 2402.00856 eq. 16; s = 0 is 1e-3
         hinge      max(0, 1 - beta h)                                          RSO, 2309.06657, after SLiC, 2305.10425
         ipo        (h - 1 / (2 beta))^2                                        IPO, 2310.12036 eq. 17
-        bco_pair   L(beta c - d) + L(d - beta r), d = mean of the rewards      BCO, 2404.04656 (TRL: a running mean)
+        bco_pair   L(beta c - d) + L(d - beta r), d = mean of the rewards      BCO, 2404.04656 (TRL 0.19: running mean)
         sppo_hard  (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2                 SPPO, 2405.00675 eq. 4.7
         nca_pair   L(beta c) + L(-beta c) / 2 + L(-beta r) / 2                 NCA, 2402.05369
         aot_pair   S(beta (sort(c) - sort(r)))                                 AOT, 2406.05882, unpaired
@@ -77,10 +77,11 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1, loss_type=
         discopop   (1 - m) L(x) + m exp(-x), m = sigmoid(x / discopop_tau)     DiscoPOP, 2406.08414 eq. 5
 
     f is f_divergence_type (f-DPO, 2309.16240 table 1, in the log-ratio u; constants cancel): "reverse_kl" u,
-    "js_divergence" log sigmoid(u), "alpha_divergence" -exp(-alpha u) / alpha. Exponents are at most 40, so that
-    even ipo's square is finite. Names, and the numbers of EXO's, SPPO's, APO's and DiscoPOP's equations, are TRL's.
-    bco_pair, aot_pair and aot compare the pairs of a batch, so a loss there belongs to no single pair.
-    Shown by B14-B17 in test_losses.py: ln 2 at the start; c = 1, r = -1 gives 0.598139, with s = 0.1 0.618139.
+    "js_divergence" log sigmoid(u), "alpha_divergence" -exp(-alpha u) / alpha (alpha = 1: the forward KL). Exponents
+    are at most 40, so that even ipo's square is finite. At tau 0.05 discopop rises from x = -0.12 to 0.07: from 0, the
+    start, it first lowers the margin. bco_pair, aot_pair and aot compare the pairs of a batch, so a loss there belongs
+    to no single pair. Names, and the numbers of EXO's, SPPO's, APO's and DiscoPOP's equations, are TRL 0.19's.
+    Shown by B14-B17 in test_losses.py: sigmoid starts at ln 2; c = 1, r = -1 gives 0.598139, with s = 0.1 0.618139.
     """
     if reference_free:
         ref_chosen = ref_rejected = torch.zeros_like(chosen)

@@ -94,7 +94,8 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
     delta (above 1 + epsilon_high): bound on the ratio where the advantage is negative (dual clip); None = no bound.
     loss_type: "grpo" averages over each sequence's tokens, then over the sequences; "dapo" over all tokens;
         "dr_grpo" divides the sum by B * max_completion_length (T if None).
-    importance_sampling_level: "token", or "sequence" for GSPO's one ratio per sequence.
+    importance_sampling_level: "token", or "sequence" for GSPO's one ratio per sequence. That is a mean over its tokens
+        and moves less than any of them: GSPO's paper sets epsilon=3e-4, epsilon_high=4e-4.
     normalizer: for a micro-batch, the whole batch's divisor: its number of non-empty sequences ("grpo"), of tokens
         ("dapo"), or B * max_completion_length ("dr_grpo"). None = counted here.
     metrics: kl (if there is a reference), approx_kl (mean of old minus new log-prob) and clip_ratio/low_mean,
@@ -393,9 +394,10 @@ def train(model, tokenizer, prompts, args):
             optimizer.zero_grad()
 
         # 6. Report, the loss and what clips it as the last iteration saw them before its update.
-        std = rewards.view(-1, args.num_generations).std(dim=1)
-        metrics |= {"loss": loss, "grad_norm": grad_norm, "reward": rewards.mean(), "reward_std": std.mean()}
-        metrics["frac_reward_zero_std"] = (std == 0).float().mean()
+        metrics |= {"loss": loss, "grad_norm": grad_norm, "reward": rewards.mean()}
+        groups = rewards.view(-1, args.num_generations)
+        metrics["reward_std"] = groups.std(dim=1).mean()
+        metrics["frac_reward_zero_std"] = (groups == groups[:, :1]).all(dim=1).float().mean()  # std may be 1e-8 there
         metrics["completions/mean_length"] = mask.sum(dim=1).float().mean()
         metrics["completions/clipped_ratio"] = 1 - (ids[:, -T:] == tokenizer.eos_token_id).any(dim=1).float().mean()
         yield {"step": step, "samples": step * len(ids), **metrics}
@@ -442,7 +444,7 @@ def parse_args(argv):
     add("--delta", type=number_or_none, help="bound on the ratio where the advantage is negative, above 1 + epsilon")
     add("--loss-type", choices=["grpo", "dapo", "dr_grpo"], default="grpo", help="how the tokens' losses are averaged")
     add("--scale-rewards", choices=["group", "batch", "none"], default="group", help="std that divides the advantages")
-    add("--importance-sampling-level", choices=["token", "sequence"], default="token", help="sequence = GSPO")
+    add("--importance-sampling-level", choices=["token", "sequence"], default="token", help="sequence: GSPO")
     args = check_args(parser.parse_args(argv))
     if args.num_generations < 2:
         stop("--num-generations must be at least 2: an answer is compared with the others to its prompt")

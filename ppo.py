@@ -149,8 +149,8 @@ def value_loss(values, old_values, returns, mask, *, cliprange_value=0.2, normal
     """0.5 * mean of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). Returns (loss, metrics).
 
     values (of the critic being trained), old_values (when the answers were sampled), returns, mask: (B, T), the middle
-    two constants. c = cliprange_value. The larger square counts, so a value that has moved more than c towards its
-    return, and not past it, gets no gradient. Source: OpenAI's baselines, ppo2.
+    two constants. c = cliprange_value. The larger square counts, so a value that has left V_old +- c and is still
+    nearer to its return than that bound gets no gradient. Source: OpenAI's baselines, ppo2.
     normalizer: as in policy_loss. metrics: vf_clip_ratio, the share of tokens where the clipped square is the larger.
     Shown by B10 in test_losses.py: V_old 0, V 1, R 2, c 0.2 gives 1.62.
     """

@@ -428,7 +428,7 @@ def test_the_defaults_of_the_losses_are_those_of_their_sources():
         parameters = inspect.signature(function).parameters.values()
         return {p.name: p.default for p in parameters if isinstance(p.default, float)}
 
-    assert defaults(grpo.grpo_loss) == {"epsilon": 0.2, "beta": 0.04}, "DeepSeekMath"
+    assert defaults(grpo.grpo_loss) == {"epsilon": 0.2, "beta": 0.04}, "PPO; DeepSeekMath"
     assert defaults(ppo.policy_loss) == {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0}, "PPO; dual clip"
     assert defaults(ppo.value_loss) == {"cliprange_value": 0.2} and defaults(ppo.token_rewards) == {"kl_coef": 0.05}
     assert defaults(ppo.gae) == {"gamma": 1.0, "lam": 0.95}
@@ -831,9 +831,21 @@ def test_B1_before_the_first_update_the_ratio_is_exactly_1_and_the_kl_exactly_0(
         with model.disable_adapter():
             ref = grpo.token_log_probs(model, ids, attention_mask, mask.shape[1])
     _, metrics = grpo.grpo_loss(new, old, ref, torch.ones(4), mask)
-    assert torch.equal(new, old) and metrics["kl"] == 0 and metrics["approx_kl"] == 0, "no dropout, no train mode"
+    assert torch.equal(new, old) and metrics["kl"] == 0 and metrics["approx_kl"] == 0, "the same pass gives the same"
     trains = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trains == {name for name, _ in model.named_parameters() if "lora" in name}, "disable_adapter left its mark"
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_dropout_is_off_in_every_pass(tmp_path, tiny, quick):
+    # GPT-2 drops half of everything in train mode: sampler, policy and reference would differ before any update.
+    drop = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    config = GPT2Config(vocab_size=4096, n_positions=64, n_embd=16, n_layer=1, n_head=2, **drop)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tiny[1].save_pretrained(tmp_path / "gpt2")
+    run_grpo(tmp_path / "x", "--model", str(tmp_path / "gpt2"), "--lora-targets", "c_attn", steps=1)
+    record = json.loads((tmp_path / "x" / "metrics.jsonl").read_text())
+    assert record["kl"] == record["approx_kl"] == 0, "model.eval() for sampling, reference and training"
 
 
 def test_sampling_draws_from_the_whole_vocabulary_not_from_the_50_likeliest():
@@ -1052,6 +1064,15 @@ def test_each_prompt_has_its_turn_before_any_comes_again(tmp_path, monkeypatch):
     assert near(records[0]["completions/clipped_ratio"], 1 / 6), "one answer has no EOS; two fill the width"
     tied = records[0]["frac_reward_zero_std"] == 1 and records[0]["reward_std"] == records[0]["reward"] == 0
     assert tied, "the texts a to f are equally happy"
+
+
+def test_a_group_of_equal_rewards_counts_as_one_whatever_its_rounded_std(tmp_path, monkeypatch):
+    # Eight times 1/3 in float32: the mean is rounded, and torch's std of the eight is 3e-8.
+    model, tokenizer = with_lora()
+    monkeypatch.setattr(grpo, "reward", lambda prompts, texts: [1 / 3] * 8)
+    few = ["--prompts-per-step", "1", "--num-generations", "8", "--max-completion-length", "2", "--steps", "1"]
+    (record,) = grpo.train(model, tokenizer, ["A"], grpo.parse_args([*few, "--out", str(tmp_path / "x")]))
+    assert record["frac_reward_zero_std"] == 1, "frac_reward_zero_std: all rewards of the group are the same"
 
 
 def test_no_reference_pass_is_made_at_beta_0(tmp_path, monkeypatch):
@@ -2190,6 +2211,8 @@ def test_the_gradients_of_ppos_functions_are_the_numerical_ones():
     [
         (1.0, 2.0, 1.62, 0.0, True),  # B10: 0.5 * max((1 - 2)^2, (0.2 - 2)^2) = 0.5 * 3.24
         (-1.0, -2.0, 1.62, 0.0, True),  # the same below
+        (3.5, 2.0, 1.62, 0.0, True),  # past the return, but nearer to it than the bound: 1.5 < 1.8
+        (3.9, 2.0, 1.805, 1.9, False),  # past it and farther: pulled back
         (0.1, 2.0, 1.805, -1.9, False),  # within 0.2: 0.5 * 1.9^2, gradient V - R
         (1.0, -2.0, 4.5, 3.0, False),  # it went the wrong way: not clipped, 0.5 * 9
         (-1.0, 2.0, 4.5, -3.0, False),
@@ -2580,13 +2603,16 @@ def test_B2_without_a_reward_model_it_says_so_and_trains_one_like_itself(tmp_pat
     commands, process = [], SimpleNamespace(wait=lambda: 2)
     monkeypatch.setattr(ppo.subprocess, "Popen", lambda command: commands.append(command) or process)
     with pytest.raises(SystemExit) as end:
-        ppo.main(["--model", "tiny_llama", "--seed", "7", "--device", "cpu"])
+        options = "--model tiny_llama --seed 7 --device cpu --dtype bfloat16 --prompts p.txt --temperature 0.7"
+        ppo.main([*options.split(), "--max-completion-length", "9", "--lora-targets", "o_proj", "k_proj"])
     assert end.value.code == 2, "what stops reward_model.py stops ppo.py"
     assert "no reward model in runs" in capsys.readouterr().out
     (command,) = commands
     assert Path(command[1]).name == "reward_model.py"
-    same = {"--model=tiny_llama", "--seed=7", f"--out={Path('runs') / 'reward_model'}"}
-    assert same < set(command), "of the same model, with the same seed, where ppo.py looks for it"
+    same = "--model=tiny_llama --seed=7 --device=cpu --dtype=bfloat16 --prompts=p.txt --temperature=0.7"
+    same = {*same.split(), "--max-completion-length=9", f"--out={Path('runs') / 'reward_model'}"}
+    assert set(command[5:]) == same, "the same model, seed, prompts and sampling; where ppo.py looks for it"
+    assert command[2:5] == ["--lora-targets", "o_proj", "k_proj"], "the same layers"
 
 
 def test_the_actor_that_ppo_has_judged_is_the_one_it_leaves_for_peft(tmp_path, saved_reward_model, monkeypatch):
@@ -2737,6 +2763,15 @@ BY_HAND = [  # loss_type, options, loss, gradient to chosen, gradient to rejecte
 def test_B17_every_loss_type_has_its_value_and_gradient_at_a_point_computed_by_hand(loss_type, more, expected):
     got = dpo_grads([-9.6], [-13.8], [-10.0], [-13.0], beta=0.5, loss_type=loss_type, **more)
     assert [x.item() for x in got] == pytest.approx(expected, abs=1e-6), f"{loss_type} {more}: loss, two gradients"
+
+
+def test_B17_discopop_is_the_one_loss_that_starts_by_lowering_the_margin():
+    # x = 0: m = 1/2, loss (ln 2 + 1) / 2 = 0.846574; its slope -1/4 - 1/2 + (1/4) / 0.05 x (1 - ln 2) = 0.784264
+    for loss_type in LOSSES:
+        loss, chosen, rejected = dpo_grads([-10.0], [-13.0], [-10.0], [-13.0], beta=0.5, loss_type=loss_type)
+        assert (chosen < rejected) == (loss_type != "discopop"), f"{loss_type}: the margin grows against the gradient"
+        if loss_type == "discopop":
+            assert near(loss, 0.846574) and near(chosen, 0.5 * 0.784264), "loss and slope at x = 0"
 
 
 # Mean loss and the first pair's two gradients as TRL 0.19.0's DPOTrainer.dpo_loss computes them, beta = 0.1.
@@ -3425,7 +3460,7 @@ def test_functions_and_constants_of_one_name_are_the_same_in_all_scripts():
         assert len(set(values)) == 1, f"{name} differs between the scripts"
 
 
-def test_options_of_one_name_are_the_same_in_all_scripts_but_for_steps_batches_and_learning_rates():
+def test_the_options_of_model_files_seed_device_and_sampling_are_the_same_in_all_scripts():
     names = "model lora-targets out seed device dtype max-completion-length temperature".split()
     sources = [path.read_text(encoding="utf-8").splitlines() for path in SCRIPTS]
     for name in names:
