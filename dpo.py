@@ -1,6 +1,6 @@
 """DPO: make the better of two answers more likely than the worse one, measured against the reference; no reward model.
 
-    L(theta) = -log sigmoid(beta (log pi_theta(y_w|x) / pi_ref(y_w|x)  -  log pi_theta(y_l|x) / pi_ref(y_l|x)))
+    L(theta) = -log sigmoid(beta (log(pi_theta(y_w|x) / pi_ref(y_w|x))  -  log(pi_theta(y_l|x) / pi_ref(y_l|x))))
 
     x: the prompt      y_w: the chosen answer      y_l: the rejected answer      log pi(y|x): the sum over y's tokens
 

@@ -105,7 +105,7 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
     mask = mask.bool()
     lengths = mask.sum(dim=1)  # (B,)
     advantages = advantages[:, None]  # (B, 1)
-    log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)  # masked before exp: NaN x 0 is NaN
+    log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)  # before exp, whose gradient would be 0 x inf = NaN
     approx_kl = -log_ratio.detach()
     counted = mask  # the denominator of the clip shares
     if importance_sampling_level == "sequence":
@@ -412,7 +412,8 @@ def checked(rewards, completions, step):
                 if not math.isfinite(value):
                     raise FloatingPointError(f"step {step}: the reward of {completion!r} is {value}")
             return values
-    raise FloatingPointError(f"step {step}: for {len(completions)} completions the reward returned {rewards!r:.80}")
+    wanted = f"the reward must return {len(completions)} numbers, one per completion"
+    raise FloatingPointError(f"step {step}: {wanted}, and it returned {rewards!r:.80}")
 
 
 # ---------------------------------------------------------------- command line and files
@@ -450,8 +451,9 @@ def parse_args(argv):
         stop("--num-generations must be at least 2: an answer is compared with the others to its prompt")
     if args.epsilon is None and args.epsilon_high is not None:
         stop("--epsilon-high has no meaning with --epsilon none")
-    if args.delta is not None and args.delta <= 1 + (args.epsilon_high or args.epsilon or 0):
-        stop(f"--delta must be above 1 + epsilon, where the clip ends, not {args.delta}")
+    high = 1 + (args.epsilon_high or args.epsilon or 0)  # where the clip ends
+    if args.delta is not None and args.delta <= high:
+        stop(f"--delta must be above 1 + epsilon-high = {high}, not {args.delta}")
     return args
 
 

@@ -2,9 +2,10 @@
 
     J(theta) = mean over tokens t of  min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    r_t = pi_theta(o_t | ...) / pi_old(o_t | ...)      R_t = [t is the last] score - kl_coef log(pi_old / pi_ref)_t
-    A_t = sum over k >= 0 of (gamma lam)^k (R_(t+k) + gamma V_old,(t+k+1) - V_old,(t+k)), then whitened over the batch;
-          V_old = 0 after the last token, cut off or not; where A_t < 0, r_t is first kept at most clip_dual
+    r_t = pi_theta(o_t | ...) / pi_old(o_t | ...)
+    R_t = (score at the last token, 0 at all others) - kl_coef log(pi_old / pi_ref)_t
+    A_t = sum over k >= 0 of (gamma lam)^k (R_(t+k) + gamma V_(t+k+1) - V_(t+k)), then whitened over the batch; V is
+          V_old here, and 0 after the last token, cut off or not; where A_t < 0, r_t is first kept at most clip_dual
     The critic minimises the mean over tokens of 0.5 max((V_t - G_t)^2, (V_t clipped around V_old,t - G_t)^2), with
     G_t = A_t before whitening + V_old,t.
 
@@ -130,7 +131,7 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, *, clip_low=0.2, cli
     Shown by B9 in test_losses.py: A = -1, ratio 10 gives 3 without gradient; A = 1, ratio 1.5, high 0.28 gives -1.28.
     """
     mask = mask.bool()
-    log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)  # masked before exp: NaN x 0 is NaN
+    log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)  # before exp, whose gradient would be 0 x inf = NaN
     advantages = torch.where(mask, advantages, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()
     low, high, bound = 1 - clip_low, 1 + clip_high, math.inf if clip_dual is None else clip_dual
@@ -146,13 +147,13 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, *, clip_low=0.2, cli
 
 
 def value_loss(values, old_values, returns, mask, *, cliprange_value=0.2, normalizer=None):
-    """0.5 * mean of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). Returns (loss, metrics).
+    """0.5 * mean of max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2). Returns (loss, metrics).
 
-    values (of the critic being trained), old_values (when the answers were sampled), returns, mask: (B, T), the middle
-    two constants. c = cliprange_value. The larger square counts, so a value that has left V_old +- c and is still
+    values (V, of the critic being trained), old_values (when the answers were sampled), returns (G), mask: (B, T), the
+    middle two constants. c = cliprange_value. The larger square counts, so a value that has left V_old +- c and is
     nearer to its return than that bound gets no gradient. Source: OpenAI's baselines, ppo2.
     normalizer: as in policy_loss. metrics: vf_clip_ratio, the share of tokens where the clipped square is the larger.
-    Shown by B10 in test_losses.py: V_old 0, V 1, R 2, c 0.2 gives 1.62.
+    Shown by B10 in test_losses.py: V_old 0, V 1, G 2, c 0.2 gives 1.62.
     """
     mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
@@ -436,6 +437,8 @@ def evaluate(model, tokenizer, args):
 def token_values(model, ids, attention_mask, mask, args, role, *, loss=None, old=None, target=None, weight=1.0):
     """What the model in one role says of each answer's tokens, a micro-batch at a time: (N, T), detached.
 
+    With a loss it is a training pass, too: backward() for each micro-batch.
+
     role: "actor" or None, the reference: log-probs. "reward": the score at a token. "critic": the value of the text
     before it, so it is read one position earlier, where the log-prob is.
     loss(new, old, target, mask, normalizer=...) * weight: where there is one, its gradient is added up over the
@@ -560,7 +563,7 @@ def parse_args(argv):
     add("--clip-high", type=float, default=0.2, help="clip range of the ratio above 1 (DAPO: 0.28)")
     add("--clip-dual", type=number_or_none, default=3.0, help="bound on the ratio for negative advantages, or none")
     add("--cliprange-value", type=float, default=0.2, help="clip range of the value around the old one")
-    add("--vf-coef", type=float, default=0.1, help="weight of the value loss, felt only where the gradient is clipped")
+    add("--vf-coef", type=float, default=0.1, help="weight of the value loss; Adam cancels it, but for the shared clip")
     add("--gamma", type=float, default=1.0, help="discount per token")
     add("--lam", type=float, default=0.95, help="lambda of GAE")
     add("--missing-eos-penalty", type=float, default=0.0, help="subtracted from the reward of an answer without EOS")

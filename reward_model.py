@@ -1,7 +1,7 @@
 """Reward model: sample K answers to each prompt, rank them, train a score that is higher for the better of each pair.
 
-    loss(theta) = - sum over pairs (better w, worse l) of  weight log sigmoid(r_theta(x, y_w) - r_theta(x, y_l))
-                  / sum of the weights, each 1 / C(K, 2); answers that tie make no pair
+    loss(theta) = - mean over pairs (better w, worse l) of  log sigmoid(r_theta(x, y_w) - r_theta(x, y_l)),
+                  weighted by 1 / C(K, 2), which counts where K differs; answers that tie make no pair
 
     r_theta(x, y) = head . (the backbone's last hidden state at the last token of prompt x and answer y)
 
@@ -411,7 +411,8 @@ def main(argv=None):
         seconds, ties = time.perf_counter() - begun, args.rankings - len(groups)
         print(f"{len(groups)} rankings made in {seconds:.1f} s; {ties} left out, all answers being equally good")
     if not groups or len(held_out) < 2:
-        stop(f"{len(groups)} rankings are left to train on and {len(held_out)} to judge by: it takes 1 and 2 at least")
+        need = "it takes 1 and 2 at least" + (": take pairs of 4 different prompts" if args.data else "")
+        stop(f"{len(groups)} rankings are left to train on and {len(held_out)} to judge by; {need}")
 
     def write(folder):
         model.save_pretrained(folder, save_embedding_layers=False)
