@@ -617,8 +617,19 @@ def log_probs_alone(model, batch, temperature):
 
 
 def plain_sgd(monkeypatch):
-    """Let the scripts train by plain gradient descent, of which a step is easy to write out."""
-    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.SGD)
+    """Let the scripts, which must ask for AdamW without decay, train by SGD, of which a step is easy to write out."""
+    sgd = torch.optim.SGD
+
+    def adamw(params, rate, *, weight_decay):
+        assert weight_decay == 0, "AdamW's own is 0.01"
+        return sgd(params, rate)
+
+    monkeypatch.setattr(torch.optim, "AdamW", adamw)
+    monkeypatch.delattr(torch.optim, "SGD")
+
+
+class Enough(Exception):
+    """A test has seen so much of a run that the run may end."""
 
 
 def sgd_step(params, loss, rate):
@@ -848,6 +859,20 @@ def test_dropout_is_off_in_every_pass(tmp_path, tiny, quick):
     assert record["kl"] == record["approx_kl"] == 0, "model.eval() for sampling, reference and training"
 
 
+@torch.no_grad()
+def test_sampling_and_scores_are_float32_also_of_a_model_in_bfloat16():
+    torch.manual_seed(0)
+    model, prompt, logits = minimal_model(10), torch.ones(1, 1, dtype=torch.long), torch.randn(1, 1, 10).bfloat16()
+    model.forward = lambda **_: SimpleNamespace(logits=logits)
+    ids, drawn = grpo.sample(model, prompt, prompt, 1, eos_token_id=2, pad_token_id=0)
+    assert drawn.dtype == torch.float32 and near(drawn, logits.float().log_softmax(-1)[0][:, ids[0]], 1e-6)
+    hidden, head = torch.randn(1, 3, 8).bfloat16(), torch.nn.Linear(8, 1, bias=False)
+    base = SimpleNamespace(base_model=lambda **_: SimpleNamespace(last_hidden_state=hidden))
+    peft_model = SimpleNamespace(get_base_model=lambda: base)
+    scores = reward_model.token_scores(peft_model, head, torch.ones(1, 3).long(), torch.ones(1, 3))
+    assert scores.dtype == torch.float32 and near(scores, head(hidden.float())[..., 0])
+
+
 def test_sampling_draws_from_the_whole_vocabulary_not_from_the_50_likeliest():
     torch.manual_seed(0)
     model, logits = minimal_model(200), torch.linspace(0, 0.1, 200)  # nearly the same, but no ties for a top-k
@@ -982,7 +1007,8 @@ def test_A15_a_step_of_training_is_the_algorithm_written_out_row_by_row(
     size = "--prompts-per-step 2 --num-generations 3 --max-completion-length 8 --micro-batch-size 4".split()
     loss = f"--loss-type {loss_type} --importance-sampling-level {level} --beta {beta} --scale-rewards {scale}".split()
     clip = "--epsilon 0.02 --epsilon-high 0.03 --delta 1.05".split()
-    rest = "--temperature 0.7 --num-iterations 2 --steps 1 --learning-rate 0.05".split()
+    passes = 3 if loss_type == "grpo" else 2  # of three, old is the first, not the one before
+    rest = f"--temperature 0.7 --num-iterations {passes} --steps 1 --learning-rate 0.05".split()
     args = grpo.parse_args([*size, *loss, *clip, *rest, "--out", str(tmp_path / "x")])
     model, tokenizer = with_lora()
     off_zero(model)
@@ -1016,7 +1042,7 @@ def test_A15_a_step_of_training_is_the_algorithm_written_out_row_by_row(
         old = list(log_probs_alone(model, batch, 0.7))
         with model.disable_adapter():
             ref = list(log_probs_alone(model, batch, 0.7))
-    for _ in range(2):
+    for _ in range(passes):
         losses, moved, kls, clipped = [], [], [], {"low": 0, "high": 0, "dual": 0}
         for i, new in enumerate(log_probs_alone(model, batch, 0.7)):
             log_ratio = new - old[i]
@@ -1036,7 +1062,7 @@ def test_A15_a_step_of_training_is_the_algorithm_written_out_row_by_row(
         norm = sgd_step(params, loss, 0.05)
     moved, kls = torch.cat(moved), torch.cat(kls)
     assert norm > 1 or beta < 1, "with a large KL the gradient is clipped to norm 1"
-    assert any(clipped.values()), "in the second iteration the policy has moved, so that the clip has something to do"
+    assert any(clipped.values()), "in the later iterations the policy has moved, so that the clip has something to do"
     expected = {"loss": loss, "grad_norm": norm, "approx_kl": moved.mean(), "kl": kls.mean(), "samples": 6}
     ratios = 21 if level == "token" else 6
     expected |= {f"clip_ratio/{side}_mean": count / ratios for side, count in clipped.items()}
@@ -1054,9 +1080,10 @@ def test_each_prompt_has_its_turn_before_any_comes_again(tmp_path, monkeypatch):
 
     def complete(model, tokenizer, prompts, args):
         seen.extend(prompts[::3])
-        return fixed_answers(tokenizer, prompts)
+        return fixed_answers(tokenizer, ["A"] * 3 + ["The old dog"] * 3)
 
     monkeypatch.setattr(grpo, "complete", complete)
+    tokenizer.pad_token = tokenizer.eos_token  # what pads a prompt ends no answer
     few = ["--prompts-per-step", "2", "--num-generations", "3", "--steps", "3", "--out", str(tmp_path / "x")]
     records = list(grpo.train(model, tokenizer, ["A", "B", "C"], grpo.parse_args(few)))
     assert sorted(seen[:3]) == sorted(seen[3:]) == ["A", "B", "C"], "3 steps of 2 prompts are 2 turns of all 3"
@@ -1103,7 +1130,9 @@ def test_the_judge_takes_16_answers_to_each_prompt_by_the_same_draws_and_their_m
     estimates, shown = grpo.evaluate(model, tokenizer, args)
     assert torch.equal(torch.random.get_rng_state(), state), "judging does not touch the draws of the training"
     torch.manual_seed(99)
-    assert grpo.evaluate(model, tokenizer, args) == (estimates, shown), "the same draws before and after training"
+    with batch_sizes(model) as sizes:
+        assert grpo.evaluate(model, tokenizer, args) == (estimates, shown), "the same draws before and after training"
+    assert sizes[-7:] == [5] * 6 + [2], "the reference reads the 32 answers in micro-batches"
     ids, attention_mask, mask, texts, _ = batches[0]
     assert estimates["happiness"] == grpo.estimate(map(len, texts)) and estimates["happiness"]["n"] == 2 * 16
     assert shown == list(zip(grpo.HELD_OUT_PROMPTS, texts, strict=False))
@@ -1153,7 +1182,72 @@ def test_every_variant_runs_and_adapts_the_layers_it_was_told(tmp_path, quick, e
     assert sorted(config["target_modules"]) == (["o_proj"] if "o_proj" in extra else ["q_proj", "v_proj"])
 
 
+def test_a_training_pass_of_grpo_has_micro_batch_size_rows(tmp_path, monkeypatch):
+    model, tokenizer = with_lora()
+    monkeypatch.setattr(grpo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
+    few = ["--prompts-per-step", "2", "--num-generations", "3", "--steps", "1", "--micro-batch-size", "4"]
+    with batch_sizes(model) as sizes:
+        list(grpo.train(model, tokenizer, ["A", "B"], grpo.parse_args([*few, "--out", str(tmp_path / "x")])))
+    assert sizes == [4, 2] * 2, "the reference's passes and the policy's"
+
+
+def test_a_run_reports_what_it_was_told_and_what_it_did(tmp_path, capsys, monkeypatch):
+    texts = iter(["old", "new"])
+    monkeypatch.setattr(grpo, "evaluate", lambda *args: ({}, [("A bear", next(texts))]))
+    records = [{"step": 1, "samples": 6, "reward": 0.25}, {"step": 2, "samples": 12, "reward": 0.5}]
+    monkeypatch.setattr(grpo, "train", lambda *args: iter(records))
+    summary, printed = run_grpo(tmp_path / "x", "--seed", "3"), capsys.readouterr().out
+    assert "parameters, 24,576 trained" in printed and "reward ▁█ 0.250 to 0.500" in printed
+    assert "A bear ...\n  before: 'old'\n  after:  'new'" in printed
+    assert summary["options"]["seed"] == 3 and summary["model"] == "tiny_llama" and summary["samples"] == 12
+    assert 0 < summary["seconds"] < 600 and summary["peak_memory_mb"] > 100
+
+
 # ================================================================ what goes wrong
+
+
+@pytest.mark.parametrize(
+    "script, options, why",
+    [
+        (grpo, "--beta 0 --epsilon none --delta 1.1", None),
+        (grpo, "--epsilon-high 0.5 --delta 1.4", "--delta must be above 1 + epsilon-high = 1.5"),
+        (ppo, "--clip-dual none --kl-coef 0 --gamma 1 --lam 1", None),
+        (ppo, "--lam 0", None),
+        (ppo, "--gamma 1.5", "at most 1"),
+        (ppo, "--clip-dual 1.2", "above 1 + clip-high"),
+        (ppo, "--clip-high 0.5 --clip-dual 1.4", "above 1 + clip-high"),
+        (ppo, "--learning-rate 0", "--learning-rate"),
+        (dpo, "--num-generations 4 --pairs-per-prompt 2", None),
+    ],
+)
+def test_options_at_the_edge_are_accepted_and_beyond_it_refused(tmp_path, capsys, script, options, why):
+    with pytest.raises(SystemExit) if why else contextlib.nullcontext():
+        script.parse_args([*options.split(), "--out", str(tmp_path / "x")])
+    assert not why or why in capsys.readouterr().err
+
+
+def test_a_relative_out_folder_never_replaces_what_the_run_reads(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    write(tmp_path / "x" / "summary.json", "{}")
+    write(tmp_path / "x" / "prompts.txt", "One day")
+    with pytest.raises(SystemExit):
+        grpo.parse_args(["--out", "x", "--prompts", "x/prompts.txt"])
+    assert "what --prompts reads" in capsys.readouterr().err
+
+
+def test_a_loss_or_a_gradient_of_grpo_that_is_not_finite_is_enough_to_stop(tmp_path, monkeypatch):
+    model, tokenizer = with_lora()
+    monkeypatch.setattr(grpo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
+    few = ["--prompts-per-step", "2", "--num-generations", "3", "--steps", "1", "--out", str(tmp_path / "x")]
+    args, norm, real = grpo.parse_args(few), math.inf, grpo.group_advantages
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(norm))
+    with pytest.raises(FloatingPointError, match="step 1"):
+        next(grpo.train(model, tokenizer, ["A", "B"], args))
+    norm = 1.0
+    monkeypatch.setattr(grpo, "group_advantages", lambda *x: real(*x) * math.nan)
+    with pytest.raises(FloatingPointError, match="step 1"):
+        next(grpo.train(model, tokenizer, ["A", "B"], args))
 
 
 def refused(capsys, script, *argv):
@@ -1297,7 +1391,9 @@ def test_a_reward_that_is_no_number_stops_the_run_before_anything_is_saved(tmp_p
     with pytest.raises(SystemExit) as end:
         run_grpo(tmp_path / "x")
     error = capsys.readouterr().err.splitlines()[-1]
-    assert end.value.code == 2 and "step 1" in error and "is nan" in error and "nothing is saved" in error
+    assert (
+        end.value.code == 2 and "step 1: the reward of" in error and "is nan" in error and "nothing is saved" in error
+    )
     assert not any((tmp_path / "x").iterdir())
 
 
@@ -1893,6 +1989,63 @@ def test_a_step_of_the_reward_model_is_the_loss_written_out_pair_by_pair(scorer,
 DIFFER, TIE = [1.0, 0.0], [0.0, 0.0]
 
 
+def test_every_batch_of_prompts_is_ranked(scorer, monkeypatch):
+    args, model, tokenizer = scorer
+
+    def complete(model, tokenizer, prompts, args):
+        ids = torch.ones(len(prompts), 2, dtype=torch.long)
+        return ids, ids, None, [""] * len(prompts), None
+
+    monkeypatch.setattr(reward_model, "complete", complete)
+    prompts = [f"p{i}" for i in range(70)]  # a batch is 256 // 4 = 64 prompts
+    groups = reward_model.ranked_answers(model, tokenizer, prompts, 4, args)
+    assert [group["prompt"] for group in groups] == prompts
+
+
+def test_a_gradient_of_the_reward_model_that_is_not_finite_stops_training_and_mean_score_is_a_mean(scorer, monkeypatch):
+    _, model, tokenizer = scorer
+    norm, groups = 0.0, [group_of(rows_of(tokenizer, 2), [(0, 1)])]
+    monkeypatch.setattr(reward_model, "backward", lambda *_: torch.tensor([1.0, 3.0]))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(norm))
+    args = settings(steps=1, prompts_per_step=1, batching="mixed", learning_rate=0.5, micro_batch_size=4)
+    (record,) = reward_model.train(model, tokenizer, groups, args)
+    assert record["mean_score"] == 2, "(1 + 3) / 2"
+    norm = math.inf
+    with pytest.raises(FloatingPointError, match="step 1"):
+        next(reward_model.train(model, tokenizer, groups, args))
+
+
+def test_reward_model_py_ranks_as_many_answers_as_it_is_told_and_judges_by_others(tmp_path, capsys, monkeypatch):
+    calls, seen = [], {}
+
+    def ranked_answers(model, tokenizer, prompts, K, args):
+        calls.append((prompts, K, torch.initial_seed()))
+        more = {"answers": [" glad", " ran", " sad"], "happiness": [0.3, 0, -0.3]}
+        rows = [torch.tensor([5, 6, 2])] * 3
+        groups = [group_of(rows, [(0, 1), (0, 2), (1, 2)]) | more | {"prompt": prompt} for prompt in prompts]
+        groups[-1]["pairs"] = []  # all equally good
+        return groups
+
+    def run(args, model, start, records, judge, write, shown):
+        write(args.out)
+        seen.update(trained=records, eights=judge.args[2], held_out=judge.args[3])
+        raise Enough
+
+    monkeypatch.setattr(reward_model, "ranked_answers", ranked_answers)
+    monkeypatch.setattr(reward_model, "train", lambda model, tokenizer, groups, args: groups)
+    monkeypatch.setattr(reward_model, "run", run)
+    few = ["--rankings", "50", "--num-generations", "3", "--seed", "5", "--out", str(tmp_path / "x")]
+    with pytest.raises(Enough):
+        reward_model.main(["--model", "tiny_llama", "--device", "cpu", *few])
+    prompts, out = (reward_model.PROMPTS * 2)[:50], capsys.readouterr().out
+    assert calls == [(reward_model.HELD_OUT_PROMPTS * 2, 8, 0), (prompts, 3, 5)], "the judge's seed is 0"
+    assert [len(seen[name]) for name in ("trained", "eights", "held_out")] == [49, 32, 31]
+    assert "49 rankings made" in out and "1 left out" in out
+    assert [group["prompt"] for group in seen["trained"]] == prompts[:49], "what is held out is not trained on"
+    assert all(group["prompt"] in reward_model.HELD_OUT_PROMPTS for group in seen["held_out"])
+    assert len((tmp_path / "x" / "pairs.jsonl").read_text().splitlines()) == 49 * 3, "every pair of every ranking"
+
+
 @pytest.mark.parametrize(
     "held_out, others, why",
     [(TIE, DIFFER, "2 rankings are left to train on and 0 to judge by"), (DIFFER, TIE, "0 rankings are left")],
@@ -2324,9 +2477,12 @@ def test_B3_after_ten_steps_only_actor_and_critic_have_changed_bit_for_bit(four)
     assert changed == {name for name in before if ".actor." in name or "critic" in name}
 
 
-@pytest.mark.parametrize("trained, others", [("critic", ["actor", "reference"]), ("actor", ["critic", "reward"])])
+@pytest.mark.parametrize(
+    "trained, others", [("critic", ["actor", "reference"]), ("actor", ["critic", "reward", "reference"])]
+)
 def test_B3_training_one_leaves_the_others_bit_equal(four, trained, others):
     _, model, _, batch = four
+    assert not any(module.training for module in model.modules()), "no dropout, in no role"
     before = roles(model, batch)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0)
     for _ in range(2):
@@ -2421,6 +2577,7 @@ def test_a_loss_of_ppo_that_is_not_finite_stops_training_and_names_the_step(four
     args, model, tokenizer, _ = four
     args.steps, args.num_ppo_epochs = 2, 1
     monkeypatch.setattr(ppo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(1.0))  # which would be NaN, too
     real, factor = getattr(ppo, broken), 1
 
     def loss(*args, **more):
@@ -2439,7 +2596,8 @@ def test_a_loss_of_ppo_that_is_not_finite_stops_training_and_names_the_step(four
 def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, monkeypatch, score_on, vf_coef):
     args, model, tokenizer, _ = four
     off_zero(model, "actor")
-    args.steps, args.num_ppo_epochs, args.learning_rate, args.temperature = 1, 2, 0.02, 0.7
+    passes = 3 if score_on == "last" else 2  # of three, old is the first, not the one before
+    args.steps, args.num_ppo_epochs, args.learning_rate, args.temperature = 1, passes, 0.02, 0.7
     args.score_on, args.missing_eos_penalty, args.kl_coef, args.vf_coef = score_on, 0.25, 0.2, vf_coef
     args.clip_low, args.clip_high, args.clip_dual, args.cliprange_value = 0.02, 0.03, 1.05, 0.1
     args.gamma, args.lam = 0.9, 0.8
@@ -2492,7 +2650,7 @@ def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, mo
     returns = [a + v for a, v in zip(raw, old_values, strict=True)]
     flat = torch.cat(raw)
     white = [(a - flat.mean()) / (flat.var() + 1e-8).sqrt() for a in raw]
-    for _ in range(2):
+    for _ in range(passes):
         policy, critic, moved, clipped = [], [], [], {"low": 0, "high": 0, "dual": 0, "value": 0}
         for new, a, before in zip(log_probs("actor"), white, old, strict=True):
             ratio = (new - before).exp()
@@ -2509,7 +2667,7 @@ def test_B12_a_step_of_training_is_the_algorithm_written_out_row_by_row(four, mo
         policy, critic = torch.cat(policy).mean(), torch.cat(critic).mean()
         norm = sgd_step(params, policy + vf_coef * critic, 0.02)
     moved, returns = torch.cat(moved), torch.cat(returns)
-    assert any(clipped.values()) and (moved != 0).all(), "in the second pass the policy has moved"
+    assert any(clipped.values()) and (moved != 0).all(), "in the later passes the policy has moved"
     assert norm > 1 or vf_coef < 1, "with a large value loss the gradient is clipped to norm 1"
     close(sampled_by[0][batch[2].bool()], torch.cat(old), "the actor has written the answers", 1e-4)
     expected = {"loss/policy": policy, "loss/value": critic, "grad_norm": norm, "approx_kl": moved.mean()}
@@ -2617,6 +2775,58 @@ def test_B2_without_a_reward_model_it_says_so_and_trains_one_like_itself(tmp_pat
     assert command[2:5] == ["--lora-targets", "o_proj", "k_proj"], "the same layers"
 
 
+def test_B2_what_is_not_given_is_not_handed_on_and_an_empty_folder_is_no_reward_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "reward_model").mkdir(parents=True)  # what a run that was stopped early leaves
+    commands, process = [], SimpleNamespace(wait=lambda: 2)
+    monkeypatch.setattr(ppo.subprocess, "Popen", lambda command: commands.append(command) or process)
+    with pytest.raises(SystemExit):
+        ppo.main(["--device", "cpu"])
+    names = [option.split("=")[0] for option in commands[0][2:]]
+    assert "--model" not in names and "--prompts" not in names, "reward_model.py has its own defaults"
+
+
+def test_after_ctrl_c_ppo_waits_until_reward_model_py_has_saved(monkeypatch):
+    waits = iter([KeyboardInterrupt, 130])
+
+    def wait():
+        if (status := next(waits)) is KeyboardInterrupt:
+            raise status
+        return status
+
+    monkeypatch.setattr(ppo.subprocess, "Popen", lambda command: SimpleNamespace(wait=wait))
+    with pytest.raises(SystemExit) as end:
+        ppo.train_reward_model(ppo.parse_args(["--device", "cpu"]))
+    assert end.value.code == 130
+
+
+def test_a_gradient_of_ppo_that_is_not_finite_is_enough_to_stop(four, monkeypatch):
+    args, model, tokenizer, _ = four
+    args.steps, args.num_ppo_epochs = 1, 1
+    monkeypatch.setattr(ppo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    with pytest.raises(FloatingPointError, match="step 1"):
+        next(ppo.train(model, tokenizer, ppo.PROMPTS, args))
+
+
+def test_a_score_of_the_reward_model_that_is_not_finite_is_named_with_its_step_and_its_answer(four, monkeypatch):
+    args, model, tokenizer, _ = four
+    args.steps = 1
+    monkeypatch.setattr(ppo, "complete", lambda model, tokenizer, prompts, args: fixed_answers(tokenizer, prompts))
+    model.heads["reward"].weight.data.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="step 1: the reward model's score of 'a' is nan"):
+        next(ppo.train(model, tokenizer, ppo.PROMPTS, args))
+
+
+def test_an_eos_that_pads_a_prompt_ends_no_answer_of_ppo(four, monkeypatch):
+    args, model, tokenizer, _ = four
+    args.steps, args.num_ppo_epochs, tokenizer = 1, 1, copy.deepcopy(tokenizer)
+    tokenizer.pad_token, prompts = tokenizer.eos_token, ["A"] * 3 + ["The old dog"] * 3
+    monkeypatch.setattr(ppo, "complete", lambda model, tokenizer, *_: fixed_answers(tokenizer, prompts))
+    (record,) = ppo.train(model, tokenizer, ppo.PROMPTS, args)
+    close(record["completions/clipped_ratio"], 1 / 6, "one of the six answers has no EOS", 1e-6)
+
+
 def test_the_actor_that_ppo_has_judged_is_the_one_it_leaves_for_peft(tmp_path, saved_reward_model, monkeypatch):
     ids = torch.tensor(ROWS[:1])
 
@@ -2627,6 +2837,7 @@ def test_the_actor_that_ppo_has_judged_is_the_one_it_leaves_for_peft(tmp_path, s
         return {"log_prob": {"mean": log_prob, "standard_error": 0.0, "n": 1}}, []
 
     monkeypatch.setattr(ppo, "evaluate", judge)
+    monkeypatch.setattr(ppo, "train_reward_model", None)  # there is one
     few = ["--steps", "1", "--prompts-per-step", "4", "--num-ppo-epochs", "1", "--learning-rate", "0.01"]
     few += ["--max-completion-length", "4", "--out", str(tmp_path / "ppo")]
     few += ["--reward-model", str(saved_reward_model[0])]
@@ -2635,6 +2846,7 @@ def test_the_actor_that_ppo_has_judged_is_the_one_it_leaves_for_peft(tmp_path, s
     saved = PeftModel.from_pretrained(ppo.load(settings())[0], tmp_path / "ppo").eval()
     close(judge(saved)[0]["log_prob"]["mean"], after, "the actor that was judged is the one saved", 1e-5)
     assert abs(after - before) > 0.01, "and it has learned something"
+    assert not any(path.is_dir() for path in (tmp_path / "ppo").iterdir()), "no other adapter is saved"
 
 
 # ================================================================ dpo.py
@@ -3022,7 +3234,73 @@ def test_a_bad_line_of_a_data_file_is_named_with_its_number_and_what_is_wrong(tm
     assert "line 3" in error and said in error
 
 
+def test_every_batch_of_prompts_makes_its_own_pairs(monkeypatch):
+    def complete(model, tokenizer, prompts, args):
+        n = len(prompts)
+        return torch.full((n, 1), 2), None, torch.ones(n, 1), [" happy", " sad"] * (n // 2), None
+
+    monkeypatch.setattr(dpo, "complete", complete)
+    prompts, args = [f"p{i}" for i in range(70)], SimpleNamespace(num_generations=2, pairs_per_prompt=1)
+    pairs = dpo.make_pairs(None, SimpleNamespace(eos_token_id=2), prompts, args)
+    assert [pair["prompt"] for pair in pairs] == prompts, "70 prompts are two batches of 32 and a rest"
+
+
+def test_an_eos_that_pads_a_prompt_ends_no_answer_of_dpo(monkeypatch):
+    ids = torch.tensor([[2, 7, 9], [2, 7, 2]])  # 2 is pad and EOS; answers of one token
+    monkeypatch.setattr(dpo, "complete", lambda *_: (ids, None, torch.ones(2, 1), [" happy", " sad"], None))
+    one = SimpleNamespace(num_generations=2, pairs_per_prompt=1)
+    (pair,) = dpo.make_pairs(None, SimpleNamespace(eos_token_id=2), ["A"], one)
+    assert pair.get("chosen_truncated") and "rejected_truncated" not in pair
+
+
+def test_every_tenth_prompt_of_a_file_of_other_prompts_is_held_out():
+    own = [{"prompt": f"p{i}"} for i in range(40)]
+    assert [pair["prompt"] for pair in dpo.split_pairs(own)[1]] == ["p0", "p10", "p20", "p30"]
+
+
+def test_dpo_asks_for_as_many_pairs_as_it_is_told_trains_on_them_and_judges_by_those_held_out(tmp_path, monkeypatch):
+    asked, seen = [], {}
+    made = PAIRS + [PAIRS[0] | {"prompt": prompt} for prompt in dpo.HELD_OUT_PROMPTS[:2]]
+    monkeypatch.setattr(dpo, "make_pairs", lambda model, tokenizer, prompts, args: asked.extend(prompts) or made)
+    monkeypatch.setattr(dpo, "train", lambda model, pairs, args: pairs)
+    monkeypatch.setattr(dpo, "evaluate", lambda *args: ({}, []))
+    monkeypatch.setattr(dpo, "evaluate_pairs", lambda model, pairs, args: {"pairs": pairs})
+
+    def run(args, model, start, records, judge, write, shown):
+        seen.update(trained=records, judged=judge()[0]["pairs"], seed=torch.initial_seed())
+        raise Enough
+
+    monkeypatch.setattr(dpo, "run", run)
+    for pairs, each, count, held in (("10", "3", 4, 16), ("100", "1", 100, 25)):  # rounded up; a quarter, 16 at least
+        asked.clear()
+        options = ["--pairs", pairs, "--pairs-per-prompt", each, "--seed", "5", "--out", str(tmp_path / "x")]
+        with pytest.raises(Enough):
+            dpo.main(["--model", "tiny_llama", "--device", "cpu", *options])
+        assert asked == (dpo.PROMPTS * 3)[:count] + (dpo.HELD_OUT_PROMPTS * 2)[:held]
+        assert (len(seen["trained"]), len(seen["judged"]), seen["seed"]) == (5, 2, 5)
+
+
+def test_dpo_trains_on_too_few_pairs_to_hold_any_out_and_stops_without_any(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dpo, "evaluate", lambda *args: ({}, []))
+    few = ["--model", "tiny_llama", "--device", "cpu", "--steps", "1", "--prompts-per-step", "2"]
+    few += ["--out", str(tmp_path / "x")]
+    data = write(tmp_path / "few.jsonl", "".join(json.dumps(pair) + "\n" for pair in PAIRS[:3]))
+    summary = dpo.main([*few, "--data", str(data)])
+    assert summary["steps"] == 1 and "rewards/margins_after" not in summary, "3 pairs, 0 held out"
+    data = write(tmp_path / "long.jsonl", json.dumps({"prompt": "A", "chosen": " was happy" * 200, "rejected": " sad"}))
+    with pytest.raises(SystemExit):
+        dpo.main([*few, "--data", str(data)])
+    assert "no pair is left to train on" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- dpo.py: training
+
+
+def test_a_gradient_of_dpo_that_is_not_finite_is_enough_to_stop(monkeypatch):
+    monkeypatch.setattr(dpo, "pair_log_probs", lambda model, pairs, args: model.log_probs(pairs, args))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    with pytest.raises(FloatingPointError, match="step 1"):
+        next(dpo.train(Table(), range(5), dpo_options()))
 
 
 def test_the_first_step_of_training_starts_at_ln_2_with_a_gradient(tiny):
@@ -3076,7 +3354,7 @@ def test_the_metrics_of_a_pair_are_its_rewards_and_log_probs():
         assert got[name].requires_grad == (name == "loss"), f"{name}: only the loss has a gradient"
 
 
-@pytest.mark.parametrize("size", [10, 4, 1])  # all five pairs at once; two, two, one; one at a time
+@pytest.mark.parametrize("size", [10, 6, 4, 1])  # all five pairs at once; three, two; two, two, one; one at a time
 @pytest.mark.parametrize("loss_type, more", [(name, more) for name, more, *_ in TRL])
 def test_any_split_into_micro_batches_has_the_gradient_of_the_batch_in_every_loss_type(
     monkeypatch, loss_type, more, size
@@ -3156,9 +3434,11 @@ def test_training_lowers_the_loss_and_each_pair_has_its_turn_before_any_comes_ag
         return model.log_probs(pairs, args)
 
     monkeypatch.setattr(dpo, "pair_log_probs", log_probs)
+    torch.manual_seed(0)
     records = list(dpo.train(model, range(5), dpo_options(steps=10, prompts_per_step=2, learning_rate=1.0)))
     order = [pair for batch in batches[1:] for pair in batch]  # the first is the reference's pass
     assert all(sorted(order[i : i + 5]) == list(range(5)) for i in range(0, 20, 5)), "not every pair had its turn"
+    assert order != list(range(5)) * 4, "in another order each time"
     last, first = (sum(record["loss"] for record in part) for part in (records[-2:], records[:2]))
     assert last < first, "the last two batches cost less than the first two"
 
@@ -3166,6 +3446,7 @@ def test_training_lowers_the_loss_and_each_pair_has_its_turn_before_any_comes_ag
 def test_a_loss_of_dpo_that_is_not_finite_stops_training_and_names_the_step(tiny, adapted, monkeypatch):
     steps = dpo.train(adapted, dpo.encode_pairs(tiny[1], PAIRS, 256), dpo_options(steps=3))
     assert next(steps)["step"] == 1
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(1.0))  # which would be NaN, too
     real = dpo.dpo_loss
     monkeypatch.setattr(dpo, "dpo_loss", lambda *args, **more: [x * math.nan for x in real(*args, **more)])
     with pytest.raises(FloatingPointError, match="step 2"):
@@ -3221,6 +3502,42 @@ def test_a_run_on_the_pairs_that_a_run_has_made_is_the_same_run(tmp_path, monkey
         assert (tmp_path / "made" / name).read_bytes() == files[name], f"{name} differs"
     names = {"seconds", "peak_memory_mb", "options"}
     assert {k: v for k, v in made.items() if k not in names} == {k: v for k, v in read.items() if k not in names}
+
+
+# ================================================================ the four scripts alike
+
+
+@pytest.mark.parametrize("script", [grpo, ppo, dpo, reward_model])
+def test_every_script_reads_the_prompts_and_adapts_the_layers_that_it_is_told(
+    script, tmp_path, monkeypatch, saved_reward_model
+):
+    seen, complete = set(), script.complete
+    options = ["--prompts", str(tmp_path / "prompts"), "--lora-targets", "o_proj", "--max-completion-length", "2"]
+    options += {
+        grpo: ["--prompts-per-step", "2"],
+        ppo: ["--prompts-per-step", "2", "--reward-model", str(saved_reward_model[0])],
+        dpo: ["--pairs", "2"],
+        reward_model: ["--rankings", "2"],
+    }[script]
+    (tmp_path / "prompts").write_text("My first line\nMy second line")
+
+    def watched(model, tokenizer, prompts, args):
+        seen.update(prompts)
+        return complete(model, tokenizer, prompts, args)
+
+    def run(args, model, start, records, *more):
+        if script in (grpo, ppo):  # the others have read their prompts
+            next(records)
+        assert not any(module.training for module in model.modules()), "no dropout"
+        assert {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name} >= {"o_proj"}
+        raise Enough
+
+    monkeypatch.setattr(script, "complete", watched)
+    monkeypatch.setattr(script, "happiness", len)  # short answers would tie
+    monkeypatch.setattr(script, "run", run)
+    with pytest.raises(Enough):
+        script.main(["--model", "tiny_llama", "--device", "cpu", "--out", str(tmp_path / "x"), *options])
+    assert seen - set(script.HELD_OUT_PROMPTS) == {"My first line", "My second line"}
 
 
 # ================================================================ learning, end to end
