@@ -94,8 +94,8 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, advantages, mask, *, epsi
     delta (above 1 + epsilon_high): bound on the ratio where the advantage is negative (dual clip); None = no bound.
     loss_type: "grpo" averages over each sequence's tokens, then over the sequences; "dapo" over all tokens;
         "dr_grpo" divides the sum by B * max_completion_length (T if None).
-    importance_sampling_level: "token", or "sequence" for GSPO's one ratio per sequence. That is a mean over its tokens
-        and moves less than any of them: GSPO's paper sets epsilon=3e-4, epsilon_high=4e-4.
+    importance_sampling_level: "token", or "sequence" for GSPO's one ratio per sequence. Its log is a mean over
+        tokens and moves far less than that of a single one: GSPO's paper sets epsilon=3e-4, epsilon_high=4e-4.
     normalizer: for a micro-batch, the whole batch's divisor: its number of non-empty sequences ("grpo"), of tokens
         ("dapo"), or B * max_completion_length ("dr_grpo"). None = counted here.
     metrics: kl (if there is a reference), approx_kl (mean of old minus new log-prob) and clip_ratio/low_mean,
@@ -395,7 +395,7 @@ def train(model, tokenizer, prompts, args):
 
         # 6. Report, the loss and what clips it as the last iteration saw them before its update.
         metrics |= {"loss": loss, "grad_norm": grad_norm, "reward": rewards.mean()}
-        groups = rewards.view(-1, args.num_generations)
+        groups = rewards.view(-1, args.num_generations)  # (N / G, G)
         metrics["reward_std"] = groups.std(dim=1).mean()
         metrics["frac_reward_zero_std"] = (groups == groups[:, :1]).all(dim=1).float().mean()  # std may be 1e-8 there
         metrics["completions/mean_length"] = mask.sum(dim=1).float().mean()

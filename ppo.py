@@ -437,13 +437,11 @@ def evaluate(model, tokenizer, args):
 def token_values(model, ids, attention_mask, mask, args, role, *, loss=None, old=None, target=None, weight=1.0):
     """What the model in one role says of each answer's tokens, a micro-batch at a time: (N, T), detached.
 
-    With a loss it is a training pass, too: backward() for each micro-batch.
-
     role: "actor" or None, the reference: log-probs. "reward": the score at a token. "critic": the value of the text
     before it, so it is read one position earlier, where the log-prob is.
-    loss(new, old, target, mask, normalizer=...) * weight: where there is one, its gradient is added up over the
-    micro-batches. old (N, T): what the first pass read; None = this is the first pass, so old is new and the ratio is
-    exactly 1. target (N, T): advantages for the actor, rewards for the critic.
+    loss(new, old, target, mask, normalizer=...) * weight: where there is one, this is a training pass, and backward()
+    adds up its gradient over the micro-batches. old (N, T): what the first pass read; None = this is the first pass, so
+    old is new and the ratio is exactly 1. target (N, T): advantages for the actor, rewards for the critic.
     """
     T, tokens, result = mask.shape[1], mask.sum(), torch.zeros(mask.shape, device=mask.device)
     with use(model, role), torch.set_grad_enabled(loss is not None):

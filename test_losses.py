@@ -2376,13 +2376,13 @@ def test_B10_a_value_may_move_towards_its_return_by_the_clip_range_at_most(value
     values = rows64([value]).requires_grad_()
     loss, metrics = ppo.value_loss(values, rows64([0]), rows64([target]), torch.ones(1, 1))
     loss.backward()
-    close(loss, loss_is, "0.5 * max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2)")
+    close(loss, loss_is, "0.5 * max((V - G)^2, (clip(V, V_old +- 0.2) - G)^2)")
     close(values.grad, [[gradient]], "no gradient where the clip holds the value back")
     assert metrics["vf_clip_ratio"] == clipped, "vf_clip_ratio counts the values that the clip holds back"
 
 
 def test_B10_the_clip_is_around_the_old_value_and_the_mean_over_the_real_tokens():
-    # V_old 1, V 2, R 3: 0.5 max((2 - 3)^2, (1.2 - 3)^2) = 1.62; V = V_old = R: 0; the third is padding: 1.62 / 2
+    # V_old 1, V 2, G 3: 0.5 max((2 - 3)^2, (1.2 - 3)^2) = 1.62; V = V_old = G: 0; the third is padding: 1.62 / 2
     loss, _ = ppo.value_loss(rows64([2, 1, 9]), rows64([1, 1, 0]), rows64([3, 1, 0]), torch.tensor([[1, 1, 0]]))
     close(loss, 0.81, "clip(V, V_old - c, V_old + c), and a mean over two tokens")
 
